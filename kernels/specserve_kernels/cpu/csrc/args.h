@@ -1,0 +1,73 @@
+// The records that cross from the C ABI to the kernels of each instruction set. Plain data, no behaviour: the same
+// struct is filled once in dispatch.cpp and read by whichever table of kernels the machine runs.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+namespace spec {
+
+enum Type : int { kBf16 = 0, kF32 = 1 };
+
+// y[m, n] = x[m, k] * w[n, k]^T, or y += the same when `accumulate` (both roundings kept: product first, then sum).
+struct Gemm {
+  const void* x;
+  const void* packed;
+  void* y;
+  int64_t m, n, k;
+  int type;      // of x and the weight
+  int out_type;  // of y
+  int accumulate;
+};
+
+struct AttentionArgs {
+  const void* q;        // [rows, heads, dim], consecutive rows q_stride elements apart
+  const void* k_cache;  // [pages, kv_heads, page_size, dim]
+  const void* v_cache;
+  void* out;  // [rows, heads, dim]
+  const int32_t *sequence, *prefix_len, *tail_slots, *tail_len, *page_table;
+  int64_t rows, heads, kv_heads, dim, page_size, depth, table_stride, q_stride;
+  float scale;
+  int type;
+};
+
+// Up to 16 lanes that share one kv head: `rows` rows of one sequence times `heads` query heads of its group.
+struct Block {
+  int64_t row, rows, head, heads;  // head counts from the start of the group
+  int64_t keys;                    // positions that the farthest row sees
+};
+
+// What one split of positions gives for one block: 16 lanes of maximum, sum and unnormalised output.
+struct Partial {
+  float* max;
+  float* sum;
+  float* out;
+};
+
+struct Kernels {
+  const char* name;
+  void (*thread_begin)();
+  void (*thread_end)();
+  void (*gemm)(const Gemm&, int tid, int nth);
+  void (*embed)(const int64_t* ids, const void* table, void* y, int64_t rows, int64_t dim, int type, int tid, int nth);
+  void (*rms_norm)(const void* x, const void* w, void* y, int64_t rows, int64_t dim, float eps, int type, int tid,
+                   int nth);
+  // x rows are x_stride elements apart, y rows y_stride apart
+  void (*rope)(const void* x, const int64_t* positions, const float* table, void* y, int64_t rows, int64_t heads,
+               int64_t dim, int64_t x_stride, int64_t y_stride, int type, int tid, int nth);
+  void (*silu_mul)(const void* x, void* y, int64_t rows, int64_t inner, int type, int tid, int nth);
+  size_t (*attention_scratch)(const AttentionArgs&);
+  void (*attention_split)(const AttentionArgs&, const Block&, int64_t kv_head, int64_t split, char* scratch, Partial);
+  void (*attention_merge)(const AttentionArgs&, const Block&, float* state, const Partial&, bool first);
+  void (*attention_store)(const AttentionArgs&, const Block&, int64_t kv_head, const float* state);
+  void (*noise)(int64_t seed, int64_t draw, int64_t choice, int64_t purpose, int64_t vocab, float* out);
+  int64_t (*draw)(const float* scaled, int64_t vocab, int64_t seed, int64_t draw, int64_t choice, int64_t purpose);
+};
+
+constexpr int64_t kSplit = 128;  // S: positions of one split of attention
+constexpr int64_t kPanel = 32;   // outputs of one panel of a packed weight
+
+const Kernels* plain_kernels();
+const Kernels* avx512_kernels();
+const Kernels* amx_kernels();
+
+}  // namespace spec

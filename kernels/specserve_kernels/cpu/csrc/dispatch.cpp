@@ -1,0 +1,358 @@
+// The C ABI: picks a table of kernels once, checks what could reach outside a buffer, spreads an operation over
+// threads. A function that can refuse its input returns 0 or the number of a reason (native.py has the words).
+#include <omp.h>
+#include <sched.h>
+
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <vector>
+
+#include "args.h"
+#ifdef __linux__
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace spec {
+
+static const Kernels* kernels = nullptr;
+
+enum Reason : int { kOk = 0, kBadId = 1, kBadPosition = 2, kBadSlot = 3, kBadSequence = 4, kBadPage = 5, kBadLength = 6 };
+
+// Threads of one parallel region wait for each other here: spinning first, giving the core away after a while, since
+// a neighbour's process may hold the core of the one that is waited for.
+class Barrier {
+ public:
+  explicit Barrier(int n) : n_(n) {}
+  void wait() {
+    if (n_ == 1) return;
+    const unsigned round = round_.load(std::memory_order_relaxed);
+    if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == n_) {
+      arrived_.store(0, std::memory_order_relaxed);
+      round_.store(round + 1, std::memory_order_release);
+      return;
+    }
+    for (unsigned spins = 0; round_.load(std::memory_order_acquire) == round; spins++) {
+      if (spins >= 20000)
+        sched_yield();
+#ifdef SPEC_X86
+      else
+        __builtin_ia32_pause();
+#endif
+    }
+  }
+
+ private:
+  int n_;
+  alignas(64) std::atomic<int> arrived_{0};
+  alignas(64) std::atomic<unsigned> round_{0};
+};
+
+struct Team {
+  int tid, nth;
+  Barrier* barrier;
+};
+
+template <class Body>
+static void parallel(int threads, Body body) {
+  if (threads <= 1) {
+    Barrier barrier(1);
+    kernels->thread_begin();
+    body(Team{0, 1, &barrier});
+    kernels->thread_end();
+    return;
+  }
+  Barrier* barrier = nullptr;
+#pragma omp parallel num_threads(threads)
+  {
+#pragma omp single
+    barrier = new Barrier(omp_get_num_threads());
+    kernels->thread_begin();
+    body(Team{omp_get_thread_num(), omp_get_num_threads(), barrier});
+    kernels->thread_end();
+  }
+  delete barrier;
+}
+
+static size_t width(int type) { return type == kBf16 ? 2 : 4; }
+static int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// ----------------------------------------------------------------------------------------- attention
+
+// Which rows go together, and whether a unit of work is a whole block or one split of it. The latter is scheduling:
+// both ways the same functions give the same partials to the same merges in the same order.
+struct AttentionPlan {
+  std::vector<Block> blocks;
+  std::vector<int64_t> first_split;  // of each block, in units
+  int64_t splits = 0;
+  bool by_split = false;
+  size_t scratch = 0, partial = 0;  // bytes, floats
+  std::vector<float> partials;
+};
+
+static AttentionPlan plan_attention(const AttentionArgs& a, int threads) {
+  AttentionPlan plan;
+  const int64_t group = a.heads / a.kv_heads, rows = group >= 16 ? 1 : 16 / group;
+  for (int64_t r = 0; r < a.rows;) {
+    int64_t n = 1, keys = a.prefix_len[r] + a.tail_len[r];
+    while (n < rows && r + n < a.rows && a.sequence[r + n] == a.sequence[r]) {
+      const int64_t k = a.prefix_len[r + n] + a.tail_len[r + n];
+      keys = k > keys ? k : keys;
+      n++;
+    }
+    for (int64_t h = 0; h < group; h += 16)
+      plan.blocks.push_back(Block{r, n, h, group - h < 16 ? group - h : 16, keys});
+    r += n;
+  }
+  for (const Block& b : plan.blocks) {
+    plan.first_split.push_back(plan.splits);
+    plan.splits += ceil_div(b.keys, kSplit);
+  }
+  plan.by_split = (int64_t)plan.blocks.size() * a.kv_heads < 8 * threads;
+  plan.scratch = kernels->attention_scratch(a);
+  plan.partial = 32 + 16 * (size_t)a.dim;
+  if (plan.by_split) plan.partials.resize(plan.partial * (plan.splits * a.kv_heads) + 16);
+  return plan;
+}
+
+static float* aligned(std::vector<float>& v) { return (float*)(((uintptr_t)v.data() + 63) & ~(uintptr_t)63); }
+
+static Partial partial_at(float* p) { return Partial{p, p + 16, p + 32}; }
+
+static void attention_whole(const AttentionArgs& a, const AttentionPlan& plan, Team team, char* scratch, float* state) {
+  const int64_t blocks = plan.blocks.size();
+  for (int64_t u = team.tid; u < blocks * a.kv_heads; u += team.nth) {
+    const Block& b = plan.blocks[u % blocks];
+    const int64_t kv_head = u / blocks;
+    const Partial p = partial_at(state + plan.partial);
+    for (int64_t s = 0; s * kSplit < b.keys; s++) {
+      kernels->attention_split(a, b, kv_head, s, scratch, p);
+      kernels->attention_merge(a, b, state, p, s == 0);
+    }
+    kernels->attention_store(a, b, kv_head, state);
+  }
+}
+
+static void attention_by_split(const AttentionArgs& a, AttentionPlan& plan, Team team, char* scratch, float* state) {
+  float* partials = aligned(plan.partials);
+  const int64_t blocks = plan.blocks.size();
+  int64_t unit = 0;
+  for (int64_t h = 0; h < a.kv_heads; h++)
+    for (int64_t i = 0; i < blocks; i++)
+      for (int64_t s = 0; s * kSplit < plan.blocks[i].keys; s++, unit++)
+        if (unit % team.nth == team.tid)
+          kernels->attention_split(a, plan.blocks[i], h, s, scratch, partial_at(partials + unit * plan.partial));
+  team.barrier->wait();
+  for (int64_t u = team.tid; u < blocks * a.kv_heads; u += team.nth) {
+    const int64_t h = u / blocks, i = u % blocks, first = h * plan.splits + plan.first_split[i];
+    for (int64_t s = 0; s * kSplit < plan.blocks[i].keys; s++)
+      kernels->attention_merge(a, plan.blocks[i], state, partial_at(partials + (first + s) * plan.partial), s == 0);
+    kernels->attention_store(a, plan.blocks[i], h, state);
+  }
+}
+
+static char* attention_memory(size_t bytes) {
+  static thread_local char* buffer = nullptr;
+  static thread_local size_t size = 0;
+  if (bytes > size) {
+    free(buffer);
+    size = (bytes + 4095) / 4096 * 4096;
+    buffer = (char*)aligned_alloc(4096, size);
+    if (!buffer) abort();
+  }
+  return buffer;
+}
+
+static void run_attention(const AttentionArgs& a, AttentionPlan& plan, Team team) {
+  const size_t floats = 2 * plan.partial;
+  char* memory = attention_memory(floats * 4 + plan.scratch);
+  if (plan.by_split)
+    attention_by_split(a, plan, team, memory + floats * 4, (float*)memory);
+  else
+    attention_whole(a, plan, team, memory + floats * 4, (float*)memory);
+}
+
+static int check_attention(const AttentionArgs& a, int64_t sequences, int64_t pages) {
+  for (int64_t r = 0; r < a.rows; r++) {
+    const int64_t prefix = a.prefix_len[r], tail = a.tail_len[r], seq = a.sequence[r];
+    if (seq < 0 || seq >= sequences) return kBadSequence;
+    if (prefix < 0 || tail < 0 || tail > a.depth || prefix + tail < 1) return kBadLength;
+    if (ceil_div(prefix, a.page_size) > a.table_stride) return kBadLength;
+    const int32_t* table = a.page_table + seq * a.table_stride;
+    // rows of a chunk share their pages: the next row's check covers this one's when it sees at least as much
+    const bool covered = r + 1 < a.rows && a.sequence[r + 1] == seq && a.prefix_len[r + 1] >= prefix;
+    for (int64_t p = 0; !covered && p * a.page_size < prefix; p++)
+      if (table[p] < 0 || table[p] >= pages) return kBadPage;
+    for (int64_t j = 0; j < tail; j++) {
+      const int64_t slot = a.tail_slots[r * a.depth + j];
+      if (slot < 0 || slot / a.page_size >= a.table_stride) return kBadSlot;
+      const int32_t page = table[slot / a.page_size];
+      if (page < 0 || page >= pages) return kBadPage;
+    }
+  }
+  return kOk;
+}
+
+static int check_range(const int64_t* v, int64_t n, int64_t limit, Reason reason) {
+  for (int64_t i = 0; i < n; i++)
+    if (v[i] < 0 || v[i] >= limit) return reason;
+  return kOk;
+}
+
+static void write_rows(const void* k, int64_t k_stride, void* cache, const int64_t* slots, int64_t rows,
+                       int64_t kv_heads, int64_t page_size, int64_t dim, int type, Team team) {
+  const size_t bytes = dim * width(type);
+  for (int64_t r = rows * team.tid / team.nth; r < rows * (team.tid + 1) / team.nth; r++)
+    for (int64_t h = 0; h < kv_heads; h++) {
+      const int64_t at = (slots[r] / page_size * kv_heads + h) * page_size + slots[r] % page_size;
+      memcpy((char*)cache + at * bytes, (const char*)k + (r * k_stride + h * dim) * width(type), bytes);
+    }
+}
+
+}  // namespace spec
+
+using namespace spec;
+
+#pragma GCC visibility push(default)
+extern "C" {
+
+// The best table of kernels up to `limit` (plain, avx512, amx); its name. Asks the kernel for the tile registers.
+const char* spec_select(const char* limit) {
+  kernels = plain_kernels();
+#ifdef SPEC_X86
+  __builtin_cpu_init();
+  const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+                      __builtin_cpu_supports("fma");
+  if (avx512 && strcmp(limit, "plain") != 0) kernels = avx512_kernels();
+  unsigned a, b, c, d;
+  __asm__("cpuid" : "=a"(a), "=b"(b), "=c"(c), "=d"(d) : "a"(7), "c"(0));
+  const bool tiles = (d >> 22 & 1) && (d >> 24 & 1);
+  // ARCH_REQ_XCOMP_PERM for XTILEDATA
+  if (avx512 && tiles && strcmp(limit, "amx") == 0 && syscall(SYS_arch_prctl, 0x1023, 18) == 0)
+    kernels = amx_kernels();
+#else
+  (void)limit;
+#endif
+  return kernels->name;
+}
+
+void spec_huge_pages(void* p, int64_t bytes) {
+#ifdef MADV_HUGEPAGE
+  const uintptr_t from = ((uintptr_t)p + 4095) & ~(uintptr_t)4095, to = ((uintptr_t)p + bytes) & ~(uintptr_t)4095;
+  if (to > from) madvise((void*)from, to - from, MADV_HUGEPAGE);
+#endif
+}
+
+int64_t spec_packed_bytes(int64_t n, int64_t k, int type) {
+  const int64_t rows = ceil_div(n, kPanel) * kPanel;
+  return type == kBf16 ? rows * ceil_div(k, 32) * 32 * 2 : rows * k * 4;
+}
+
+// w [n, k] -> panels of 32 outputs; what pads them is zero
+void spec_pack(const void* w, void* packed, int64_t n, int64_t k, int type, int threads) {
+  const int64_t panels = ceil_div(n, kPanel), kp = type == kBf16 ? ceil_div(k, 32) * 32 : k;
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (int64_t p = 0; p < panels; p++) {
+    if (type == kBf16) {
+      uint16_t* out = (uint16_t*)packed + p * kp * kPanel;
+      for (int64_t i = 0; i < kp * kPanel; i++) {
+        const int64_t in_tile = i % 512, half = i / 512 % 2;
+        const int64_t row = p * kPanel + half * 16 + in_tile / 2 % 16, col = i / 1024 * 32 + in_tile / 32 * 2 + i % 2;
+        out[i] = row < n && col < k ? ((const uint16_t*)w)[row * k + col] : 0;
+      }
+    } else {
+      float* out = (float*)packed + p * kp * kPanel;
+      for (int64_t i = 0; i < kp * kPanel; i++) {
+        const int64_t row = p * kPanel + i % kPanel;
+        out[i] = row < n ? ((const float*)w)[row * k + i / kPanel] : 0.0f;
+      }
+    }
+  }
+}
+
+void spec_linear(const void* x, const void* packed, void* y, int64_t m, int64_t n, int64_t k, int type, int out_type,
+                 int threads) {
+  const Gemm g{x, packed, y, m, n, k, type, out_type, 0};
+  parallel(threads, [&](Team t) { kernels->gemm(g, t.tid, t.nth); });
+}
+
+int spec_embed(const int64_t* ids, const void* table, void* y, int64_t rows, int64_t vocab, int64_t dim, int type) {
+  const int bad = check_range(ids, rows, vocab, kBadId);
+  if (!bad) kernels->embed(ids, table, y, rows, dim, type, 0, 1);
+  return bad;
+}
+
+void spec_rms_norm(const void* x, const void* w, void* y, int64_t rows, int64_t dim, float eps, int type, int threads) {
+  parallel(rows * dim < 32768 ? 1 : threads,
+           [&](Team t) { kernels->rms_norm(x, w, y, rows, dim, eps, type, t.tid, t.nth); });
+}
+
+int spec_rope(const void* x, const int64_t* positions, const float* table, void* y, int64_t rows, int64_t heads,
+              int64_t dim, int64_t table_rows, int type, int threads) {
+  const int bad = check_range(positions, rows, table_rows, kBadPosition);
+  if (bad) return bad;
+  parallel(rows * heads * dim < 32768 ? 1 : threads, [&](Team t) {
+    kernels->rope(x, positions, table, y, rows, heads, dim, heads * dim, heads * dim, type, t.tid, t.nth);
+  });
+  return kOk;
+}
+
+void spec_silu_mul(const void* x, void* y, int64_t rows, int64_t inner, int type, int threads) {
+  parallel(rows * inner < 8192 ? 1 : threads,
+           [&](Team t) { kernels->silu_mul(x, y, rows, inner, type, t.tid, t.nth); });
+}
+
+int spec_write_kv(const void* k, const void* v, void* k_cache, void* v_cache, const int64_t* slots, int64_t rows,
+                  int64_t pages, int64_t kv_heads, int64_t page_size, int64_t dim, int type) {
+  const int bad = check_range(slots, rows, pages * page_size, kBadSlot);
+  if (bad) return bad;
+  Barrier barrier(1);
+  write_rows(k, kv_heads * dim, k_cache, slots, rows, kv_heads, page_size, dim, type, Team{0, 1, &barrier});
+  write_rows(v, kv_heads * dim, v_cache, slots, rows, kv_heads, page_size, dim, type, Team{0, 1, &barrier});
+  return kOk;
+}
+
+// planes = layers * 2; all sources of a plane are read before its first target is written
+int spec_move_kv(void* kv, const int64_t* source, const int64_t* target, int64_t n, int64_t planes, int64_t pages,
+                 int64_t kv_heads, int64_t page_size, int64_t dim, int type) {
+  int bad = check_range(source, n, pages * page_size, kBadSlot);
+  if (!bad) bad = check_range(target, n, pages * page_size, kBadSlot);
+  if (bad) return bad;
+  const size_t bytes = dim * width(type), plane = (size_t)pages * kv_heads * page_size * bytes;
+  std::vector<char> held(n * kv_heads * bytes);
+  const auto at = [&](int64_t slot, int64_t h) {
+    return ((slot / page_size * kv_heads + h) * page_size + slot % page_size) * bytes;
+  };
+  for (int64_t p = 0; p < planes; p++) {
+    char* base = (char*)kv + p * plane;
+    for (int64_t i = 0; i < n; i++)
+      for (int64_t h = 0; h < kv_heads; h++)
+        memcpy(held.data() + (i * kv_heads + h) * bytes, base + at(source[i], h), bytes);
+    for (int64_t i = 0; i < n; i++)
+      for (int64_t h = 0; h < kv_heads; h++)
+        memcpy(base + at(target[i], h), held.data() + (i * kv_heads + h) * bytes, bytes);
+  }
+  return kOk;
+}
+
+int spec_attention(const AttentionArgs* a, int64_t sequences, int64_t pages, int threads) {
+  const int bad = check_attention(*a, sequences, pages);
+  if (bad || !a->rows) return bad;
+  AttentionPlan plan = plan_attention(*a, threads);
+  parallel(threads, [&](Team t) { run_attention(*a, plan, t); });
+  return kOk;
+}
+
+void spec_noise(const int64_t* seed, const int64_t* index, const int64_t* choice, int64_t purpose, int64_t n,
+                int64_t vocab, float* out, int threads) {
+  parallel(n < threads ? (int)n : threads, [&](Team t) {
+    for (int64_t i = t.tid; i < n; i += t.nth)
+      kernels->noise(seed[i], index[i], choice[i], purpose, vocab, out + i * vocab);
+  });
+}
+
+}  // extern "C"
+#pragma GCC visibility pop

@@ -1,0 +1,24 @@
+// The kernels for any machine: GCC vector extensions over whatever the baseline has.
+#define SPEC_NS plain
+#include "kernels.h"
+
+namespace spec {
+const Kernels* plain_kernels() {
+  using namespace plain;
+  static const Kernels table = {"plain",
+                                thread_nothing,
+                                thread_nothing,
+                                gemm_generic,
+                                embed,
+                                rms_norm,
+                                rope,
+                                silu_mul,
+                                attention_scratch_generic,
+                                attention_split_generic,
+                                attention_merge_generic,
+                                attention_store_generic,
+                                noise,
+                                draw};
+  return &table;
+}
+}  // namespace spec

@@ -1,0 +1,325 @@
+"""The CPU operations made of torch and numpy calls, exact by construction: the fallback where native code cannot run.
+
+Three habits keep a row's bits independent of its neighbours. A call that sums (GEMM, reduction, softmax) has a shape
+that knows nothing of the number of rows, and operands aligned to 64 bytes. A transcendental goes through numpy, whose
+loops treat every element alike, where ATen switches to a scalar formula in the tail of a tensor. All else is
+elementwise IEEE arithmetic, one rounding an operation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from specserve_kernels.ops import AttentionRows, LinearWeight
+
+name = "torch"
+
+# Rows of a GEMM or reduction. oneDNN in bf16 costs the same from 1 to 32 rows (memory-bound, DESIGN appendix).
+TILE = 32
+# Keys of one attention split; a page size need not divide it.
+SPLIT = 256
+# Rows whose scores are held at once: bounds memory only, no result depends on it.
+ROW_BLOCK = 64
+_ALIGN_BYTES = 64
+_ALIGN_FLOATS = _ALIGN_BYTES // 4
+
+Float32 = NDArray[np.float32]
+Float64 = NDArray[np.float64]
+Words = NDArray[np.uint64]
+
+
+def pack_linear(weight: Tensor) -> LinearWeight:
+    """Keep the weight [out, in] and, where oneDNN can, reorder it once for tiles of 32 rows."""
+    weight = weight.contiguous()
+    return LinearWeight(raw=weight, packed=_try_reorder(weight))
+
+
+def _try_reorder(weight: Tensor) -> Tensor | None:
+    if weight.dtype not in (torch.bfloat16, torch.float32) or not torch._C._has_mkldnn:
+        return None
+    try:
+        packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, TILE)
+        probe = torch.zeros(TILE, weight.shape[1], dtype=weight.dtype)
+        torch.ops.mkldnn._linear_pointwise(probe, packed, None, "none", [], "")
+    except (AttributeError, NotImplementedError, RuntimeError):
+        return None  # private operators: other torch builds lack them or refuse the type
+    return packed
+
+
+def linear(x: Tensor, weight: LinearWeight, out_dtype: torch.dtype | None = None) -> Tensor:
+    """[rows, in] → [rows, out], always in calls of 32 rows; summed in fp32, rounded to x's dtype, then `out_dtype`."""
+    out = torch.empty(x.shape[0], weight.raw.shape[0], dtype=out_dtype or x.dtype)
+    for start, count in _tiles(x.shape[0]):
+        tile = _tile(x, start, count)
+        if weight.packed is None:
+            product = F.linear(tile, weight.raw)
+        else:
+            product = torch.ops.mkldnn._linear_pointwise(tile, weight.packed, None, "none", [], "")
+        out[start : start + count] = product[:count]
+    return out
+
+
+def _tiles(rows: int) -> Iterator[tuple[int, int]]:
+    for start in range(0, rows, TILE):
+        yield start, min(TILE, rows - start)
+
+
+def _tile(x: Tensor, start: int, count: int) -> Tensor:
+    """Rows start … start + TILE of x, zero padded, contiguous and aligned (MKL may pick a path by alignment)."""
+    tile = x[start : start + count]
+    if count == TILE and tile.is_contiguous() and tile.data_ptr() % _ALIGN_BYTES == 0:
+        return tile
+    padded = x.new_zeros(TILE, *x.shape[1:])
+    padded[:count] = tile
+    return padded
+
+
+def embed(ids: Tensor, weight: LinearWeight) -> Tensor:
+    """int64 [rows] → [rows, hidden], rows of `weight.raw`."""
+    return weight.raw.index_select(0, ids)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """[rows, hidden] → x / sqrt(mean(x²) + eps) in fp32, rounded to x's dtype, times weight; in calls of 32 rows."""
+    out = torch.empty_like(x)
+    for start, count in _tiles(x.shape[0]):
+        wide = _tile(x, start, count).float()
+        mean_square = wide.square().mean(-1, keepdim=True)
+        normed = wide / torch.sqrt(mean_square + eps)
+        out[start : start + count] = normed[:count].to(x.dtype) * weight
+    return out
+
+
+def rope(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
+    """Rotate [rows, heads, head_dim] by halves in fp32; `table` [max_positions, head_dim] holds cos, then sin."""
+    half = x.shape[-1] // 2
+    angles = table.index_select(0, positions).unsqueeze(1)
+    cos, sin = angles[..., :half], angles[..., half:]
+    wide = x.float()
+    first, second = wide[..., :half], wide[..., half:]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """[rows, 2 * inner] → silu(first half) * second half, [rows, inner], in fp32."""
+    inner = gate_up.shape[1] // 2
+    wide = gate_up.float()
+    gate, up = wide[:, :inner], wide[:, inner:]
+    return (gate / (1.0 + _exp(-gate)) * up).to(gate_up.dtype)
+
+
+def _exp(x: Tensor) -> Tensor:
+    """exp of fp32; numpy runs one masked vector loop, so an element's value does not depend on where it stands."""
+    with np.errstate(all="ignore"):
+        return torch.from_numpy(np.asarray(np.exp(x.contiguous().numpy())))
+
+
+def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+    """Store k, v [rows, kv_heads, head_dim] at `slots` of caches [pages, kv_heads, page_size, head_dim]."""
+    page_size = k_cache.shape[2]
+    page, offset = slots // page_size, slots % page_size
+    k_cache[page, :, offset] = k
+    v_cache[page, :, offset] = v
+
+
+def move_kv(kv: Tensor, source: Tensor, target: Tensor) -> None:
+    """Copy slots `source` → `target` in all layers of kv [layers, 2, pages, kv_heads, page_size, dim], reads first."""
+    page_size = kv.shape[4]
+    held = kv[:, :, source // page_size, :, source % page_size]  # a copy: advanced indexing
+    kv[:, :, target // page_size, :, target % page_size] = held
+
+
+@dataclass(frozen=True, slots=True)
+class _Past:
+    """The slots of one sequence in splits [splits, kv_heads, SPLIT, head_dim], fp32, zero past the last page."""
+
+    keys: Tensor
+    values: Tensor  # as stored
+    clean_values: Tensor  # slots that hold NaN or infinity zeroed: safe under a zero weight
+    tainted: Tensor | None  # bool [splits * SPLIT]: the slots that were zeroed; None = none
+
+    def tainted_within(self, start: int, stop: int) -> bool:
+        return self.tainted is not None and bool(self.tainted[start:stop].any())
+
+
+def _read_past(k_cache: Tensor, v_cache: Tensor, pages: Tensor, num_slots: int) -> _Past:
+    keys = _read_splits(k_cache, pages, num_slots)
+    values = _read_splits(v_cache, pages, num_slots)
+    low, high = torch.aminmax(values)
+    if math.isfinite(low.item()) and math.isfinite(high.item()):
+        return _Past(keys, values, values, None)
+    tainted = ~values.isfinite().all(-1).all(1)  # [splits, SPLIT]
+    clean = values.masked_fill(tainted[:, None, :, None], 0.0)
+    return _Past(keys, values, clean, tainted.flatten())
+
+
+def _read_splits(cache: Tensor, pages: Tensor, num_slots: int) -> Tensor:
+    _, kv_heads, page_size, dim = cache.shape
+    used = pages[: -(-num_slots // page_size)]
+    flat = cache.index_select(0, used).transpose(0, 1).reshape(kv_heads, -1, dim)
+    out = torch.zeros(-(-num_slots // SPLIT), kv_heads, SPLIT, dim)
+    for index, split in enumerate(out):
+        part = flat[:, index * SPLIT : (index + 1) * SPLIT]
+        split[:, : part.shape[1]] = part
+    return out
+
+
+def attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: AttentionRows, scale: float) -> Tensor:
+    """Softmax attention of q [rows, heads, head_dim] over the visible slots → [rows, heads, head_dim].
+
+    One (row, split) pair is one pair of small GEMMs of fixed shape; scores are masked, softmaxed per split in fp32
+    and the splits merged in order (flash decoding, Dao et al. 2023). Every row must see at least one slot.
+    """
+    plan = _plan(rows)
+    pasts = {
+        sequence: _read_past(k_cache, v_cache, rows.page_table[sequence].long(), stop)
+        for sequence, stop in _last_slots(plan).items()
+    }
+    out = torch.empty_like(q)
+    for start in range(0, q.shape[0], ROW_BLOCK):
+        block = slice(start, start + ROW_BLOCK)
+        out[block] = _attend_block(q[block], plan[block], pasts, k_cache.shape[1], scale)
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    sequence: int
+    prefix_len: int
+    tail: list[int]  # slots
+
+    @property
+    def visible_len(self) -> int:
+        return self.prefix_len + len(self.tail)
+
+    @property
+    def num_splits(self) -> int:
+        return -(-self.visible_len // SPLIT)
+
+
+def _plan(rows: AttentionRows) -> list[_Row]:
+    fields = (rows.sequence, rows.prefix_len, rows.tail_len, rows.tail_slots)
+    lists = zip(*(field.tolist() for field in fields), strict=True)
+    return [_Row(sequence, prefix_len, tail[:tail_len]) for sequence, prefix_len, tail_len, tail in lists]
+
+
+def _last_slots(plan: list[_Row]) -> dict[int, int]:
+    stops: dict[int, int] = {}
+    for row in plan:
+        stop = max(row.prefix_len, max(row.tail, default=-1) + 1)
+        stops[row.sequence] = max(stop, stops.get(row.sequence, 1))
+    return stops
+
+
+def _attend_block(q: Tensor, plan: list[_Row], pasts: dict[int, _Past], kv_heads: int, scale: float) -> Tensor:
+    num_rows, heads, dim = q.shape
+    group = heads // kv_heads
+    queries = _aligned_units(num_rows, kv_heads, group, dim)
+    queries.copy_(q.view(num_rows, kv_heads, group, dim))
+    pairs = [(index, row, split) for index, row in enumerate(plan) for split in range(row.num_splits)]
+    operands = [_operands(row, split, pasts[row.sequence]) for _, row, split in pairs]
+    scores = torch.empty(len(pairs), kv_heads, group, SPLIT)
+    for score, (index, _, _), (keys, _) in zip(scores, pairs, operands, strict=True):
+        torch.bmm(queries[index], keys.transpose(1, 2), out=score)
+    counts = torch.tensor([row.visible_len - split * SPLIT for _, row, split in pairs])
+    hidden = torch.arange(SPLIT) >= counts[:, None]
+    scores.mul_(scale).masked_fill_(hidden[:, None, None, :], -math.inf)
+    probs = torch.softmax(scores, -1)
+    outputs = _aligned_units(len(pairs), kv_heads, group, dim)
+    for output, prob, (_, values) in zip(outputs, probs, operands, strict=True):
+        torch.bmm(prob, values, out=output)
+    # The largest probability is exp(0) / mass: no second reduction over the keys.
+    merged = _merge(outputs.flatten(1, 2), scores.amax(-1).flatten(1), probs.amax(-1).flatten(1).reciprocal(), plan)
+    return merged.to(q.dtype)
+
+
+def _aligned_units(count: int, kv_heads: int, group: int, dim: int) -> Tensor:
+    """[count, kv_heads, group, dim] whose every unit starts on 64 bytes, whatever heads * dim is."""
+    stride = -(-kv_heads * group * dim // _ALIGN_FLOATS) * _ALIGN_FLOATS
+    buffer = torch.empty(count, stride)
+    return buffer.as_strided((count, kv_heads, group, dim), (stride, group * dim, dim, 1))
+
+
+def _operands(row: _Row, split: int, past: _Past) -> tuple[Tensor, Tensor]:
+    """Keys and values [kv_heads, SPLIT, head_dim] of the row's positions in one split.
+
+    Positions past the row's last hold anything in keys (their scores are masked) and finite values: a zero weight
+    adds exactly zero. A split that ends in a tail, or in which the row sees a tainted slot, is a copy of its own.
+    """
+    start = split * SPLIT
+    stop = min(row.visible_len, start + SPLIT)
+    slots_stop = min(stop, row.prefix_len)
+    if stop <= row.prefix_len and not past.tainted_within(start, stop):
+        return past.keys[split], past.clean_values[split]
+    keys, values = past.keys.new_zeros(past.keys.shape[1:]), past.values.new_zeros(past.values.shape[1:])
+    if slots_stop > start:
+        keys[:, : slots_stop - start] = past.keys[split, :, : slots_stop - start]
+        values[:, : slots_stop - start] = past.values[split, :, : slots_stop - start]
+    first = max(start, row.prefix_len)
+    for position in range(first, stop):
+        slot = row.tail[position - row.prefix_len]
+        keys[:, position - start] = past.keys[slot // SPLIT, :, slot % SPLIT]
+        values[:, position - start] = past.values[slot // SPLIT, :, slot % SPLIT]
+    return keys, values
+
+
+def _merge(outputs: Tensor, peaks: Tensor, masses: Tensor, plan: list[_Row]) -> Tensor:
+    """Join each row's splits, first to last: outputs [pairs, heads, dim], peaks and masses [pairs, heads]."""
+    lengths = np.array([row.num_splits for row in plan])
+    first = np.cumsum(lengths) - lengths
+    output, peak, mass = outputs.numpy(), peaks.numpy(), masses.numpy()
+    total, top, weight = output[first] * mass[first][..., None], peak[first], mass[first]
+    with np.errstate(all="ignore"):
+        for split in range(1, int(lengths.max())):
+            rows = np.flatnonzero(lengths > split)
+            pair = first[rows] + split
+            higher = np.maximum(top[rows], peak[pair])
+            old, new = np.exp(top[rows] - higher), np.exp(peak[pair] - higher) * mass[pair]
+            total[rows] = total[rows] * old[..., None] + output[pair] * new[..., None]
+            weight[rows] = weight[rows] * old + new
+            top[rows] = higher
+        # + 0 turns −0 into +0: the sign of an all-zero sum may tell what padded it
+        return torch.from_numpy(total / weight[..., None] + np.float32(0.0))
+
+
+_PHILOX_ROUNDS = 10
+_PHILOX_FACTORS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
+_PHILOX_WEYL = (0x9E3779B9, 0xBB67AE85)
+_LOW_WORD = 0xFFFFFFFF
+_LOW_WORD_64, _WORD_BITS_64 = np.uint64(_LOW_WORD), np.uint64(32)
+
+
+def noise(seed: Tensor, draw_index: Tensor, choice: Tensor, purpose: int, vocab_size: int) -> Tensor:
+    """Gumbel noise fp32 [n, vocab_size] for n keys (int64 [n] each), as the protocol defines it."""
+    out = torch.empty(seed.shape[0], vocab_size)
+    keys = zip(seed.tolist(), draw_index.tolist(), choice.tolist(), strict=True)
+    for line, (one_seed, one_draw, one_choice) in zip(out, keys, strict=True):
+        blocks = np.arange(-(-vocab_size // 4), dtype=np.uint64)
+        draw, which, why = (np.full_like(blocks, word & _LOW_WORD) for word in (one_draw, one_choice, purpose))
+        words = np.stack(philox((blocks, draw, which, why), one_seed & _LOW_WORD, one_seed >> 32 & _LOW_WORD), 1)
+        uniform: Float64 = (words.reshape(-1)[:vocab_size].astype(np.float64) + 0.5) * 2.0**-32
+        line.copy_(torch.from_numpy(-np.log(-np.log(uniform))))
+    return out
+
+
+def philox(
+    counter: tuple[Words, Words, Words, Words], key_low: int, key_high: int
+) -> tuple[Words, Words, Words, Words]:
+    """Philox4x32-10 of many counters under one key; 32-bit words held in uint64 (Salmon et al., SC'11)."""
+    c0, c1, c2, c3 = counter
+    for _ in range(_PHILOX_ROUNDS):
+        first, second = c0 * _PHILOX_FACTORS[0], c2 * _PHILOX_FACTORS[1]
+        c0 = second >> _WORD_BITS_64 ^ c1 ^ np.uint64(key_low)
+        c2 = first >> _WORD_BITS_64 ^ c3 ^ np.uint64(key_high)
+        c1, c3 = second & _LOW_WORD_64, first & _LOW_WORD_64
+        key_low = key_low + _PHILOX_WEYL[0] & _LOW_WORD
+        key_high = key_high + _PHILOX_WEYL[1] & _LOW_WORD
+    return c0, c1, c2, c3

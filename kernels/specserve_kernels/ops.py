@@ -1,0 +1,110 @@
+"""The operations that a forward pass is made of, as one protocol that every backend implements.
+
+A backend is a module (`reference`, `cpu.torch_ops`, `cpu.native`, later `triton`) with these functions. All follow
+the exactness rule (DESIGN 2): the values of a row are a function of that row's inputs alone, never of how many
+rows there are or what they hold. Shapes are in brackets; `rows` is the number of new tokens of a step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LinearWeight:
+    """A weight [out_features, in_features] and whatever layout its backend made of it.
+
+    One weight has one format and one kernel for all row counts. `raw` stays readable (tied embeddings).
+    """
+
+    raw: Tensor
+    packed: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionRows:
+    """Which keys each row sees, in order of position.
+
+    Row r belongs to sequence `sequence[r]`. It sees the first `prefix_len[r]` slots of that sequence in slot
+    order, then `tail_slots[r, :tail_len[r]]`: slots of the same sequence in path order, the row's own last. A row of a
+    chunk has no tail (`prefix_len` = its position + 1); a tree node sees past and root as prefix, its path as tail.
+    Slot s of a sequence lives in page `page_table[sequence, s // page_size]` at offset `s % page_size`.
+    """
+
+    sequence: Tensor  # int32 [rows]
+    prefix_len: Tensor  # int32 [rows]
+    tail_slots: Tensor  # int32 [rows, depth]; depth may be 0; entries past tail_len are arbitrary
+    tail_len: Tensor  # int32 [rows]
+    page_table: Tensor  # int32 [sequences, pages]; entries past a sequence's last page are arbitrary
+
+
+class Ops(Protocol):
+    """The operations. Inputs are contiguous CPU (or device) tensors of the model's dtype unless noted."""
+
+    name: str
+
+    def pack_linear(self, weight: Tensor) -> LinearWeight:
+        """Prepare a weight [out, in] once, at load."""
+        ...
+
+    def linear(self, x: Tensor, weight: LinearWeight, out_dtype: torch.dtype | None = None) -> Tensor:
+        """[rows, in] → [rows, out], summed in at least fp32 in one fixed order over `in`; `out_dtype` None = x's."""
+        ...
+
+    def embed(self, ids: Tensor, weight: LinearWeight) -> Tensor:
+        """int64 [rows] → [rows, hidden], rows of `weight.raw`."""
+        ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """[rows, hidden]: x / sqrt(mean(x²) + eps) in fp32, rounded to x's dtype, then times weight (as in Llama)."""
+        ...
+
+    def rope(self, x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
+        """Rotate [rows, heads, head_dim] by halves (Llama / HF layout), computed in fp32.
+
+        `positions` int64 [rows]; `table` fp32 [max_positions, head_dim]: cos of the first half, then sin.
+        """
+        ...
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """[rows, 2 * inner] → silu(first half) * second half, [rows, inner], computed in fp32."""
+        ...
+
+    def write_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+        """Store k, v [rows, kv_heads, head_dim] at `slots` int64 [rows] (page * page_size + offset) of one layer.
+
+        Caches are [pages, kv_heads, page_size, head_dim]. No two rows share a slot.
+        """
+        ...
+
+    def move_kv(self, kv: Tensor, source: Tensor, target: Tensor) -> None:
+        """Copy slots `source` → `target` (int64 [n]) in all layers of kv [layers, 2, pages, kv_heads, page_size, dim].
+
+        All sources are read before any target is written; targets are distinct.
+        """
+        ...
+
+    def attention(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: AttentionRows, scale: float
+    ) -> Tensor:
+        """Softmax attention of q [rows, heads, head_dim] over the visible slots → [rows, heads, head_dim].
+
+        Keys are visited in order of position in splits [k*S, (k+1)*S) of positions, merged in order; S is a constant
+        of the backend. Slots that are not visible are skipped, never multiplied by zero: they may hold NaN.
+        heads is a multiple of kv_heads (GQA): query head h reads kv head h // (heads // kv_heads).
+        """
+        ...
+
+    def noise(
+        self, seed: Tensor, draw_index: Tensor, choice: Tensor, purpose: int, vocab_size: int
+    ) -> Tensor:
+        """Gumbel noise fp32 [n, vocab_size] for n keys (int64 [n] each; seed's 64 bits are read as unsigned).
+
+        Philox4x32-10, key = seed (low word, high word), counter = (id // 4, draw_index, choice, purpose),
+        word id % 4 → u = (w + 0.5) * 2**-32 and G = -log(-log(u)) in fp64, rounded to fp32.
+        """
+        ...

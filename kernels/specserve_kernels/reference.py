@@ -1,0 +1,125 @@
+"""Every operation in plain fp64, one row, one head, one key at a time: slow, and right at a glance.
+
+The other backends are tested against this one. Results are rounded once, at the end, to the type the protocol names
+(`rms_norm` twice: the protocol rounds before the weight). Row exactness holds trivially: loops over rows.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from specserve_kernels.ops import AttentionRows, LinearWeight
+
+name = "reference"
+
+
+def pack_linear(weight: Tensor) -> LinearWeight:
+    """The weight [out, in] as it is."""
+    return LinearWeight(raw=weight)
+
+
+def linear(x: Tensor, weight: LinearWeight, out_dtype: torch.dtype | None = None) -> Tensor:
+    """[rows, in] → [rows, out]: each output is one dot product."""
+    out = torch.empty(x.shape[0], weight.raw.shape[0], dtype=out_dtype or x.dtype)
+    for row in range(x.shape[0]):
+        out[row] = (weight.raw.double() * x[row].double()).sum(1)
+    return out
+
+
+def embed(ids: Tensor, weight: LinearWeight) -> Tensor:
+    """int64 [rows] → [rows, hidden]."""
+    return torch.stack([weight.raw[token] for token in ids.tolist()])
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """[rows, hidden]: x / sqrt(mean(x²) + eps), rounded to x's dtype, times weight."""
+    out = torch.empty_like(x)
+    for row in range(x.shape[0]):
+        wide = x[row].double()
+        normed = (wide / torch.sqrt((wide * wide).mean() + eps)).to(x.dtype)
+        out[row] = (normed.double() * weight.double()).to(x.dtype)
+    return out
+
+
+def rope(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
+    """[rows, heads, head_dim]: each pair (i, i + head_dim / 2) turned by the angle of its position."""
+    half = x.shape[-1] // 2
+    out = torch.empty_like(x)
+    for row, position in enumerate(positions.tolist()):
+        cos, sin = table[position, :half].double(), table[position, half:].double()
+        first, second = x[row, :, :half].double(), x[row, :, half:].double()
+        out[row, :, :half] = first * cos - second * sin
+        out[row, :, half:] = second * cos + first * sin
+    return out
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """[rows, 2 * inner] → gate / (1 + exp(−gate)) * up, [rows, inner]."""
+    inner = gate_up.shape[1] // 2
+    gate, up = gate_up[:, :inner].double(), gate_up[:, inner:].double()
+    return (gate / (1 + torch.exp(-gate)) * up).to(gate_up.dtype)
+
+
+def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+    """Store row r of k, v [rows, kv_heads, head_dim] at slot `slots[r]`."""
+    page_size = k_cache.shape[2]
+    for row, slot in enumerate(slots.tolist()):
+        k_cache[slot // page_size, :, slot % page_size] = k[row]
+        v_cache[slot // page_size, :, slot % page_size] = v[row]
+
+
+def move_kv(kv: Tensor, source: Tensor, target: Tensor) -> None:
+    """Copy slots of kv [layers, 2, pages, kv_heads, page_size, dim] as if all at once."""
+    page_size = kv.shape[4]
+    before = kv.clone()
+    for old, new in zip(source.tolist(), target.tolist(), strict=True):
+        kv[:, :, new // page_size, :, new % page_size] = before[:, :, old // page_size, :, old % page_size]
+
+
+def attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: AttentionRows, scale: float) -> Tensor:
+    """[rows, heads, head_dim]: softmax over exactly the visible slots; no other slot is read."""
+    group = q.shape[1] // k_cache.shape[1]
+    page_size = k_cache.shape[2]
+    out = torch.empty_like(q)
+    for row in range(q.shape[0]):
+        slots = visible_slots(rows, row)
+        pages = [int(rows.page_table[int(rows.sequence[row]), slot // page_size]) for slot in slots]
+        keys = torch.stack([k_cache[page, :, slot % page_size] for page, slot in zip(pages, slots, strict=True)])
+        values = torch.stack([v_cache[page, :, slot % page_size] for page, slot in zip(pages, slots, strict=True)])
+        for head in range(q.shape[1]):
+            scores = keys[:, head // group].double() @ q[row, head].double() * scale
+            out[row, head] = torch.softmax(scores, 0) @ values[:, head // group].double()
+    return out
+
+
+def visible_slots(rows: AttentionRows, row: int) -> list[int]:
+    """The slots that a row sees, in order of position."""
+    tail = rows.tail_slots[row, : int(rows.tail_len[row])].tolist()
+    return [*range(int(rows.prefix_len[row])), *tail]
+
+
+def noise(seed: Tensor, draw_index: Tensor, choice: Tensor, purpose: int, vocab_size: int) -> Tensor:
+    """Gumbel noise fp32 [n, vocab_size], one token id at a time."""
+    out = torch.empty(seed.shape[0], vocab_size)
+    for row in range(seed.shape[0]):
+        key = int(seed[row]) % 2**64
+        for block in range(-(-vocab_size // 4)):
+            words = philox((block, int(draw_index[row]), int(choice[row]), purpose), (key % 2**32, key >> 32))
+            for token, word in enumerate(words[: vocab_size - 4 * block], start=4 * block):
+                out[row, token] = -math.log(-math.log((word + 0.5) * 2.0**-32))
+    return out
+
+
+def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
+    """Philox4x32-10: four 32-bit words from a 128-bit counter and a 64-bit key (Salmon et al., SC'11)."""
+    c0, c1, c2, c3 = (word % 2**32 for word in counter)
+    k0, k1 = key
+    for _ in range(10):
+        high0, low0 = divmod(0xD2511F53 * c0, 2**32)
+        high1, low1 = divmod(0xCD9E8D57 * c2, 2**32)
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + 0x9E3779B9) % 2**32, (k1 + 0xBB67AE85) % 2**32
+    return c0, c1, c2, c3

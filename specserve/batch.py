@@ -1,0 +1,118 @@
+"""From a plan and its drafts to tensors: flat rows with ids, positions, slots and what each row may see.
+
+Rows of a sequence stand together: pending tokens in order, then draft nodes in tree order. A node sees the past
+and the root as prefix and its path as tail, in path order (kernels' `AttentionRows`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+
+import torch
+from specserve_kernels import AttentionRows
+from torch import Tensor
+
+from specserve.proposal import DraftTree
+from specserve.request import Sequence
+from specserve.scheduler import PlannedRows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """The rows of one sequence: [first, first + num_pending + nodes); logits start at `first_logit` if it draws."""
+
+    sequence: Sequence
+    num_pending: int
+    draws: bool
+    tree: DraftTree
+    first: int
+    first_logit: int
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_pending + len(self.tree)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepBatch:
+    """One forward. All int64 but `attention`'s int32; `logit_rows` are the rows from which tokens are drawn."""
+
+    ids: Tensor  # [rows]
+    positions: Tensor  # [rows]
+    slots: Tensor  # [rows], pool-wide
+    attention: AttentionRows
+    logit_rows: Tensor  # [draws]
+    spans: tuple[Span, ...]
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.ids)
+
+
+class _Rows:
+    """Columns of the batch while they grow."""
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self.positions: list[int] = []
+        self.slots: list[int] = []
+        self.sequence: list[int] = []
+        self.prefix_len: list[int] = []
+        self.tails: list[list[int]] = []
+        self.logit_rows: list[int] = []
+
+    def add_span(self, index: int, plan: PlannedRows, tree: DraftTree) -> Span:
+        sequence, table = plan.sequence, plan.sequence.table
+        start, n = table.cached_len, plan.num_pending
+        first, first_logit = len(self.ids), len(self.logit_rows)
+        self.ids += sequence.token_ids[start : start + n]
+        self.positions += range(start, start + n)
+        self.prefix_len += range(start + 1, start + n + 1)
+        self.tails += [[] for _ in range(n)]
+        self._add_nodes(tree, root=start + n - 1)
+        self.sequence += [index] * (n + len(tree))
+        self.slots += [table.slot(start + row) for row in range(n + len(tree))]
+        if plan.draws:
+            self.logit_rows += range(first + n - 1, len(self.ids))
+        return Span(sequence=sequence, num_pending=n, draws=plan.draws, tree=tree, first=first, first_logit=first_logit)
+
+    def _add_nodes(self, tree: DraftTree, root: int) -> None:
+        """Node i is written to the sequence's slot root + 1 + i; its tail is its path, itself last."""
+        paths: list[list[int]] = []
+        for i, (token_id, parent) in enumerate(zip(tree.token_ids, tree.parents, strict=True)):
+            path = [*(paths[parent] if parent >= 0 else ()), root + 1 + i]
+            paths.append(path)
+            self.ids.append(token_id)
+            self.positions.append(root + len(path))
+            self.prefix_len.append(root + 1)
+        self.tails += paths
+
+
+def _padded(lists: SequenceOf[SequenceOf[int]]) -> Tensor:
+    """int32 [len(lists), longest], zero-padded."""
+    width = max(map(len, lists), default=0)
+    return torch.tensor([[*row, *(0,) * (width - len(row))] for row in lists], dtype=torch.int32).reshape(
+        len(lists), width
+    )
+
+
+def build(plans: SequenceOf[PlannedRows], trees: SequenceOf[DraftTree]) -> StepBatch:
+    """Lay out one step; `trees[i]` is the draft of `plans[i]`, within its cap."""
+    rows = _Rows()
+    spans = tuple(rows.add_span(i, plan, tree) for i, (plan, tree) in enumerate(zip(plans, trees, strict=True)))
+    attention = AttentionRows(
+        sequence=torch.tensor(rows.sequence, dtype=torch.int32),
+        prefix_len=torch.tensor(rows.prefix_len, dtype=torch.int32),
+        tail_slots=_padded(rows.tails),
+        tail_len=torch.tensor([len(tail) for tail in rows.tails], dtype=torch.int32),
+        page_table=_padded([span.sequence.table.pages for span in spans]),
+    )
+    return StepBatch(
+        ids=torch.tensor(rows.ids),
+        positions=torch.tensor(rows.positions),
+        slots=torch.tensor(rows.slots),
+        attention=attention,
+        logit_rows=torch.tensor(rows.logit_rows, dtype=torch.int64),
+        spans=spans,
+    )

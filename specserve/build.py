@@ -1,0 +1,154 @@
+"""The composition root: from a configuration to an engine. The only importer of specserve_drafts.
+
+Everything that depends on the machine (free memory, CPU, kernels) is settled here, once, and reported in the
+start-up lines, so that an engine's environment can be read from its log.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import specserve_kernels
+import torch
+from specserve_drafts import make_drafter
+
+from specserve.config import DRAFTER_NAMES, GIB, CacheConfig, EngineConfig, ModelLimits
+from specserve.engine import Engine
+from specserve.errors import ConfigError
+from specserve.models.decoder import Decoder, DecoderConfig
+from specserve.models.hub import resolve_model
+from specserve.models.weights import load_decoder
+from specserve.runner import CpuRunner
+from specserve.tokenizer import Tokenizer
+
+Progress = Callable[[str, int, int], None]
+
+DEFAULT_KV_CACHE_GIB = 4.0
+DEFAULT_KV_CACHE_SHARE = 0.25
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Built:
+    """An engine and what its doors need beside it."""
+
+    engine: Engine
+    tokenizer: Tokenizer
+    model_name: str
+    folder: Path
+    environment: str
+    startup_lines: list[str]
+
+
+def build(config: EngineConfig, progress: Progress | None = None) -> Built:
+    """Load the model and make an engine.
+
+    Raises:
+        ModelNotFound, ModelError, WeightsError: the model cannot be had or used.
+        ConfigError: an option does not fit the model or the machine; the message has both numbers.
+    """
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    folder = resolve_model(config.model, progress)
+    ops = specserve_kernels.load(config.kernels)
+    tokenizer = Tokenizer(folder)
+    decoder = load_decoder(folder, ops, config.dtype)
+    config = resolve(config, decoder.config)
+    cache = config.cache
+    assert cache.num_pages is not None and config.max_model_len is not None
+    limits = ModelLimits(
+        vocab_size=decoder.config.vocab_size,
+        max_model_len=config.max_model_len,
+        pool_tokens=cache.num_pages * cache.page_size,
+        page_size=cache.page_size,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        eos_token_ids=tokenizer.eos_token_ids,
+    )
+    runner = CpuRunner(decoder, ops, cache.num_pages, cache.page_size)
+    drafters = {name: make_drafter(name, config.speculation) for name in DRAFTER_NAMES if name not in ("off", "auto")}
+    engine = Engine(config, limits, runner, ops, tokenizer, drafters)
+    environment = describe_environment(config, decoder)
+    return Built(
+        engine=engine,
+        tokenizer=tokenizer,
+        model_name=config.served_model_name or config.model,
+        folder=folder,
+        environment=environment,
+        startup_lines=[environment, cache_line(limits, runner), speculation_line(config)],
+    )
+
+
+def resolve(config: EngineConfig, model: DecoderConfig) -> EngineConfig:
+    """A new configuration in which every size is a number that fits the model and the machine."""
+    context = model.max_position_embeddings
+    max_model_len = config.max_model_len or context
+    if max_model_len > context:
+        raise ConfigError(f"max_model_len is {max_model_len}; the model's context is {context} tokens")
+    num_pages = config.cache.num_pages
+    if num_pages is None:
+        num_pages = _pages_in_memory(config, model, max_model_len)
+    return replace(config, max_model_len=max_model_len, cache=replace(config.cache, num_pages=num_pages))
+
+
+def _bytes_per_token(config: EngineConfig, model: DecoderConfig) -> int:
+    size = 4 if config.dtype == "float32" else 2
+    return 2 * model.num_hidden_layers * model.num_key_value_heads * model.head_dim * size
+
+
+def _pages_in_memory(config: EngineConfig, model: DecoderConfig, max_model_len: int) -> int:
+    cache: CacheConfig = config.cache
+    gib = cache.kv_cache_gib
+    if gib is None:
+        gib = min(DEFAULT_KV_CACHE_GIB, DEFAULT_KV_CACHE_SHARE * _free_memory() / GIB)
+    page_bytes = _bytes_per_token(config, model) * cache.page_size
+    num_pages = int(gib * GIB // page_bytes)
+    need = -(-max_model_len // cache.page_size)
+    if num_pages < need:
+        raise ConfigError(
+            f"kv_cache_gib {gib:.3f} holds {num_pages * cache.page_size} tokens; one context of {max_model_len} tokens"
+            f" needs {need * page_bytes / GIB:.3f} GiB; raise kv_cache_gib or lower max_model_len"
+        )
+    return num_pages
+
+
+def _free_memory() -> int:
+    """Bytes that can be taken without swapping; where the system does not say, what is physically free."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def describe_environment(config: EngineConfig, decoder: Decoder) -> str:
+    """The environment inside which bits are promised."""
+    kernels = specserve_kernels.describe(config.kernels)
+    return (
+        f"environment: numerics {config.numerics}, weights {str(decoder.dtype).removeprefix('torch.')}, kernels {kernels},"
+        f" threads {torch.get_num_threads()}, cpu {platform.machine()} {torch.backends.cpu.get_cpu_capability()},"
+        f" torch {torch.__version__}"
+    )
+
+
+def cache_line(limits: ModelLimits, runner: CpuRunner) -> str:
+    """`KV cache: N tokens in M pages of P (X MiB); maximum concurrency at L tokens per request: Y`."""
+    mib = runner.kv.numel() * runner.kv.element_size() / 1024**2
+    pages = limits.pool_tokens // limits.page_size
+    return (
+        f"KV cache: {limits.pool_tokens} tokens in {pages} pages of {limits.page_size} ({mib:.0f} MiB);"
+        f" maximum concurrency at {limits.max_model_len} tokens per request:"
+        f" {limits.pool_tokens / limits.max_model_len:.1f}"
+    )
+
+
+def speculation_line(config: EngineConfig) -> str:
+    """Loud about whether anything will be drafted."""
+    speculation = config.speculation
+    if speculation.drafter == "off" or not speculation.num_draft_tokens:
+        return "speculation: off (requests may ask for a drafter)"
+    meaning = " (auto)" if speculation.drafter == "auto" else ""
+    name = "ngram" if speculation.drafter == "auto" else speculation.drafter
+    return f"speculation: {name}{meaning}, up to {speculation.num_draft_tokens} draft tokens a step"

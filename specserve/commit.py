@@ -1,0 +1,108 @@
+"""The one place that cuts an answer: ids, text, logprobs, usage, KV and metrics end at the same token.
+
+A step hands over a run of drawn tokens (the accepted path and the bonus). They are taken one by one; the first that
+ends the answer (stop id, stop string, length, in this order at one position) is the last one kept. Text is released
+as soon as it is whole characters that no stop string can still claim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from typing import Protocol
+
+from specserve.request import FinishReason, SamplingParams, Sequence
+
+
+class TextDecoder(Protocol):
+    """Incremental decoding: pushes and the flush concatenate to the decoded whole."""
+
+    def push(self, token_id: int) -> str: ...
+
+    def flush(self) -> str: ...
+
+
+class AnswerText:
+    """Text of one choice: decodes, looks for stop strings, holds back what may become one."""
+
+    def __init__(self, decoder: TextDecoder, params: SamplingParams) -> None:
+        self._decoder = decoder
+        self._stops = params.stop
+        self._include = params.include_stop_str_in_output
+        self._held = ""
+
+    def push(self, token_id: int, may_stop: bool) -> tuple[str, str | None]:
+        """Text to release now, and the stop string that this token completed, if any.
+
+        `may_stop` is False while min_tokens is not reached: text of such tokens cannot be part of a match.
+        """
+        text = self._held + self._decoder.push(token_id)
+        self._held = ""
+        if not self._stops or not may_stop:
+            return text, None
+        found = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
+            at, stop = min(found, key=lambda item: item[0])
+            return text[: at + len(stop)] if self._include else text[:at], stop
+        keep = self._possible_stop(text)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep], None
+
+    def flush(self) -> str:
+        """What is still held, at the end of an answer that no stop string ended."""
+        text, self._held = self._held + self._decoder.flush(), ""
+        return text
+
+    def _possible_stop(self, text: str) -> int:
+        """Length of the longest end of `text` with which some stop string begins."""
+        longest = min(max(map(len, self._stops)) - 1, len(text))
+        for size in range(longest, 0, -1):
+            if any(stop.startswith(text[len(text) - size :]) for stop in self._stops):
+                return size
+        return 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """What is kept of a run: `token_ids[i]` releases `texts[i]`. `reason` None = the answer goes on."""
+
+    token_ids: tuple[int, ...]
+    texts: tuple[str, ...]
+    reason: FinishReason | None = None
+    stop_match: str | int | None = None
+
+
+def stop_ids(params: SamplingParams, eos_token_ids: SequenceOf[int]) -> frozenset[int]:
+    """Ids that end an answer; while min_tokens is not reached they cannot be drawn."""
+    return frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(eos_token_ids))
+
+
+def banned_ids(sequence: Sequence, draw_index: int, stops: frozenset[int]) -> tuple[int, ...]:
+    """What cannot be drawn as token `draw_index`: stop ids, as long as the answer would stay below min_tokens."""
+    if draw_index - sequence.prompt_len >= sequence.request.params.min_tokens:
+        return ()
+    return tuple(sorted(stops))
+
+
+def cut(sequence: Sequence, run: SequenceOf[int], text: AnswerText, stops: frozenset[int], allowed: int) -> Cut:
+    """Keep the longest prefix of `run` that does not pass the end of the answer.
+
+    Args:
+        stops: the sequence's `stop_ids`.
+        allowed: how many more tokens max_tokens, the model's context and the pool permit, at least 1.
+    """
+    min_tokens = sequence.request.params.min_tokens
+    kept: list[int] = []
+    texts: list[str] = []
+    for token_id in run:
+        num_output = sequence.num_output + len(kept) + 1
+        released, match = text.push(token_id, num_output >= min_tokens)
+        kept.append(token_id)
+        texts.append(released)
+        if token_id in stops:
+            return Cut(token_ids=tuple(kept), texts=tuple(texts), reason=FinishReason.STOP, stop_match=token_id)
+        if match is not None:
+            return Cut(token_ids=tuple(kept), texts=tuple(texts), reason=FinishReason.STOP, stop_match=match)
+        if len(kept) == allowed:
+            return Cut(token_ids=tuple(kept), texts=tuple(texts), reason=FinishReason.LENGTH)
+    return Cut(token_ids=tuple(kept), texts=tuple(texts))

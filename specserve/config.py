@@ -1,0 +1,171 @@
+"""What an engine is made of, as frozen records that validate themselves.
+
+Options arrive flat (`LLM(model="demo", max_num_seqs=8)`, `serve --max-num-seqs 8`) and are sorted into groups
+by `from_options`; an unknown name is an error that names the nearest known one. `resolve` never mutates: it
+returns a new record with every "unset" replaced by a number.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, get_args
+
+from specserve.errors import ConfigError
+
+DrafterName = Literal["off", "auto", "ngram"]
+DRAFTER_NAMES: tuple[str, ...] = get_args(DrafterName)
+DTYPES = ("auto", "bfloat16", "float32")
+KERNEL_BACKENDS = ("auto", "native", "torch", "reference")
+GIB = 1024**3
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ConfigError(message)
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """` Did you mean 'x'?`, or the list of known names when nothing is near."""
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    return f"Did you mean {close[0]!r}?" if close else f"Known: {', '.join(names)}."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """The paged KV pool. `kv_cache_gib` unset = min(4, 25 % of free memory); `num_pages` overrides it."""
+
+    page_size: int = 16
+    kv_cache_gib: float | None = None
+    num_pages: int | None = None
+    enable_prefix_caching: bool = True
+
+    def __post_init__(self) -> None:
+        _require(self.page_size >= 1, f"page_size is {self.page_size}; it must be at least 1 token")
+        gib = self.kv_cache_gib
+        _require(gib is None or gib > 0, f"kv_cache_gib is {gib}; it must be more than 0")
+        _require(
+            self.num_pages is None or self.num_pages >= 1,
+            f"num_pages is {self.num_pages}; it must be at least 1",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """Limits of one step and of the queue before it."""
+
+    max_num_batched_tokens: int = 512
+    max_num_seqs: int = 32
+    min_chunk: int = 16
+    max_num_queued_requests: int = 1024
+    max_num_queued_tokens: int = 1 << 20
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value = getattr(self, item.name)
+            _require(value >= 1, f"{item.name} is {value}; it must be at least 1")
+        need = self.max_num_seqs + self.min_chunk
+        _require(
+            self.max_num_batched_tokens >= need,
+            f"max_num_batched_tokens is {self.max_num_batched_tokens}; it must be at least max_num_seqs + min_chunk"
+            f" = {need}, so that a full batch still lets a prompt advance",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationConfig:
+    """Which drafter guesses, and how far. `num_draft_tokens` counts nodes; the root comes on top."""
+
+    drafter: str = "auto"
+    num_draft_tokens: int = 5
+    ngram_min: int = 1
+    ngram_max: int = 4
+
+    def __post_init__(self) -> None:
+        _require(
+            self.drafter in DRAFTER_NAMES,
+            f"drafter is {self.drafter!r}. {nearest(self.drafter, DRAFTER_NAMES)}",
+        )
+        _require(
+            0 <= self.num_draft_tokens <= MAX_NUM_DRAFT_TOKENS,
+            f"num_draft_tokens is {self.num_draft_tokens}; allowed: 0 to {MAX_NUM_DRAFT_TOKENS}",
+        )
+        _require(
+            1 <= self.ngram_min <= self.ngram_max,
+            f"ngram_min {self.ngram_min} and ngram_max {self.ngram_max} must satisfy 1 <= min <= max",
+        )
+
+
+MAX_NUM_DRAFT_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Everything an engine is built from. `served_model_name` unset = the model's own name."""
+
+    model: str = "demo"
+    served_model_name: str | None = None
+    dtype: str = "auto"
+    numerics: Literal["exact"] = "exact"
+    max_model_len: int | None = None
+    kernels: str = "auto"
+    threads: int | None = None
+    debug: bool = False
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
+
+    def __post_init__(self) -> None:
+        _require(bool(self.model), "model is empty; give a name, a folder, a .gguf file or a hub id")
+        _require(self.dtype in DTYPES, f"dtype is {self.dtype!r}; allowed: {', '.join(DTYPES)}")
+        _require(self.numerics == "exact", f"numerics is {self.numerics!r}; this build offers only 'exact'")
+        _require(
+            self.kernels in KERNEL_BACKENDS,
+            f"kernels is {self.kernels!r}. {nearest(self.kernels, KERNEL_BACKENDS)}",
+        )
+        for name in ("max_model_len", "threads"):
+            value = getattr(self, name)
+            _require(value is None or value >= 1, f"{name} is {value}; it must be at least 1")
+
+    @classmethod
+    def from_options(cls, **options: Any) -> EngineConfig:
+        """Sort flat options into their groups.
+
+        Raises:
+            ConfigError: an option is unknown (names the nearest known one) or its value is refused.
+        """
+        groups: dict[str, type[Any]] = {
+            "cache": CacheConfig,
+            "scheduler": SchedulerConfig,
+            "speculation": SpeculationConfig,
+        }
+        owner = {f.name: group for group, record in groups.items() for f in fields(record)}
+        top = {f.name for f in fields(cls)}
+        known = top | set(owner)
+        nested: dict[str, dict[str, Any]] = {}
+        flat: dict[str, Any] = {}
+        for name, value in options.items():
+            _require(name in known, f"unknown option {name!r}. {nearest(name, known)}")
+            if name in top:
+                flat[name] = value
+            else:
+                nested.setdefault(owner[name], {})[name] = value
+        for group, values in nested.items():
+            base = flat.get(group, groups[group]())
+            flat[group] = replace(base, **values)
+        return cls(**flat)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelLimits:
+    """What the doors need to know of a loaded engine to refuse a request: all counts in tokens or ids."""
+
+    vocab_size: int
+    max_model_len: int
+    pool_tokens: int
+    page_size: int
+    max_num_seqs: int
+    eos_token_ids: tuple[int, ...]
+    drafters: tuple[str, ...] = DRAFTER_NAMES

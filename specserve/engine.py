@@ -1,0 +1,520 @@
+"""The conductor: the only object that changes while requests are served.
+
+A step is plan → propose → build → forward → draw → walk → cut → commit; every stage takes a finished record and
+returns one. One thread owns an engine. Trouble of one request ends as one event of that request: a bad tree costs the
+tree, a non-finite row or a failed forward costs the requests that were in it, and their pages are free at once.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from specserve_kernels import Ops
+
+from specserve import batch, commit, controller
+from specserve.batch import Span, StepBatch
+from specserve.commit import AnswerText, Cut, TextDecoder
+from specserve.config import EngineConfig, ModelLimits
+from specserve.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    EngineFault,
+    FieldViolation,
+    InvalidRequest,
+    NumericFault,
+    Overloaded,
+)
+from specserve.metrics import EngineMetrics, count_step
+from specserve.pages import PagePool, PageTable
+from specserve.prefix import PrefixIndex
+from specserve.proposal import EMPTY_TREE, Drafter, DraftRow, DraftTree, StepResult
+from specserve.request import (
+    Delta,
+    Event,
+    Failed,
+    Finished,
+    FinishReason,
+    Request,
+    Sequence,
+    Started,
+    Timing,
+    Token,
+    Usage,
+    validate,
+)
+from specserve.runner import ForwardResult, Runner
+from specserve.sample import Draw, draw_tokens, token_logprobs
+from specserve.scheduler import PlannedRows, Scheduler, StepPlan
+from specserve.verify import walk
+
+
+class TextSource(Protocol):
+    """What the engine needs of a tokenizer."""
+
+    def incremental(self) -> TextDecoder: ...
+
+
+@dataclass(slots=True, eq=False)
+class _Choice:
+    """One answer in the making."""
+
+    sequence: Sequence
+    text: AnswerText
+    stops: frozenset[int]
+    first_token_at: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class _Active:
+    """One request in flight; `choices` are those not finished yet, by sequence."""
+
+    request: Request
+    submitted_at: float
+    choices: dict[Sequence, _Choice] = field(default_factory=dict)
+    planned_at: float | None = None
+    started: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Drawn:
+    """What one span drew: the draws in row order (or in choice order for a prompt that forks), and the ids."""
+
+    draws: list[Draw]
+    ids: list[int]
+
+
+class Engine:
+    """Serves requests step by step. `events` of a request: Started, Deltas, one Finished per choice; or Failed."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        limits: ModelLimits,
+        runner: Runner,
+        ops: Ops,
+        tokenizer: TextSource,
+        drafters: Mapping[str, Drafter],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.config = config
+        self.limits = limits
+        self.clock = clock
+        self.metrics = EngineMetrics()
+        self.pool = PagePool(limits.pool_tokens // limits.page_size, limits.page_size)
+        self.index = PrefixIndex(self.pool) if config.cache.enable_prefix_caching else None
+        self.scheduler = Scheduler(config.scheduler, self.pool, self.index, limits.max_model_len, self._budget)
+        self._runner = runner
+        self._ops = ops
+        self._tokenizer = tokenizer
+        self._drafters = dict(drafters)
+        self._active: dict[str, _Active] = {}
+        self._drafting: set[Sequence] = set()
+        self._events: list[Event] = []
+        self._arrivals = 0
+
+    # ---- requests in and out
+
+    def submit(self, request: Request) -> None:
+        """Put a request in line.
+
+        Raises:
+            InvalidRequest: it cannot be served as written, or its id is in flight.
+            Overloaded: the line is full; the message has both numbers.
+        """
+        validate(request, self.limits)
+        if request.request_id in self._active:
+            raise InvalidRequest([FieldViolation("request_id", f"{request.request_id!r} is in flight already")])
+        self._check_room(request)
+        params = request.params
+        sequence = Sequence(
+            request=request,
+            choice=0,
+            seed=secrets.randbits(63) if params.seed is None else params.seed,
+            arrival=self._arrivals,
+            token_ids=list(request.prompt_token_ids),
+            table=PageTable(self.pool),
+            num_siblings=params.n - 1,
+        )
+        self._arrivals += 1
+        active = _Active(request, self.clock())
+        self._active[request.request_id] = active
+        self._open_choice(active, sequence)
+        self.scheduler.add(sequence)
+
+    def _check_room(self, request: Request) -> None:
+        config, waiting = self.config.scheduler, self.scheduler.waiting
+        if len(waiting) >= config.max_num_queued_requests:
+            raise Overloaded(
+                f"{len(waiting)} requests are waiting; max_num_queued_requests is {config.max_num_queued_requests}",
+                metadata={"limit": str(config.max_num_queued_requests), "got": str(len(waiting))},
+            )
+        tokens = sum(sequence.num_pending for sequence in waiting) + len(request.prompt_token_ids)
+        if waiting and tokens > config.max_num_queued_tokens:
+            raise Overloaded(
+                f"{tokens} prompt tokens would be waiting; max_num_queued_tokens is {config.max_num_queued_tokens}",
+                metadata={"limit": str(config.max_num_queued_tokens), "got": str(tokens)},
+            )
+
+    def abort(self, request_id: str) -> None:
+        """End a request now; its pages are free on return. Unknown ids are ignored."""
+        active = self._active.get(request_id)
+        if active is not None:
+            self._fail(active, Cancelled(f"request {request_id!r} was aborted"), FinishReason.ABORT)
+
+    def has_work(self) -> bool:
+        return bool(self._active or self._events)
+
+    def _open_choice(self, active: _Active, sequence: Sequence) -> None:
+        params = active.request.params
+        sequence.stats.drafter = controller.drafter_of(sequence, self.config.speculation)
+        active.choices[sequence] = _Choice(
+            sequence=sequence,
+            text=AnswerText(self._tokenizer.incremental(), params),
+            stops=commit.stop_ids(params, self.limits.eos_token_ids),
+        )
+
+    def _fail(self, active: _Active, error: Exception, reason: FinishReason = FinishReason.ERROR) -> None:
+        for sequence in active.choices:
+            self._drop(sequence)
+        del self._active[active.request.request_id]
+        self.metrics.count_finish(reason)
+        self._events.append(Failed(request_id=active.request.request_id, error=error))
+
+    def _drop(self, sequence: Sequence) -> None:
+        """Take a sequence out of everything that knows it."""
+        self.scheduler.remove(sequence)
+        if sequence in self._drafting:
+            self._drafting.remove(sequence)
+            try:
+                self._drafters[sequence.stats.drafter].stop(self._view(sequence))
+            except Exception:
+                self.metrics.num_drafter_faults += 1
+
+    # ---- one step
+
+    def step(self) -> list[Event]:
+        """Run one step and return what happened; [] when there is nothing to do."""
+        now = self.clock()
+        for active in list(self._active.values()):
+            if active.request.deadline is not None and active.request.deadline <= now:
+                phase = "running" if active.started else "waiting for its first token"
+                self._fail(active, DeadlineExceeded(f"the deadline passed while the request was {phase}"))
+        plan = self.scheduler.plan()
+        self.metrics.num_preemptions += len(plan.preempted)
+        for rows in plan.rows:
+            active = self._active[rows.sequence.request.request_id]
+            active.planned_at = now if active.planned_at is None else active.planned_at
+        if plan.rows:
+            try:
+                self._run(plan)
+            except Exception as exc:
+                self._fail_step(plan, exc)
+        if self.config.debug and not self._active:
+            self.pool.check()
+        events, self._events = self._events, []
+        return events
+
+    def _fail_step(self, plan: StepPlan, exc: Exception) -> None:
+        error = EngineFault(f"the step failed: {type(exc).__name__}: {exc}")
+        error.__cause__ = exc
+        for request_id in {rows.sequence.request.request_id for rows in plan.rows}:
+            if request_id in self._active:
+                self._fail(self._active[request_id], error)
+
+    def _run(self, plan: StepPlan) -> None:
+        self._runner.apply(plan.copies)
+        trees = self._propose(plan.rows)
+        step = batch.build(plan.rows, trees)
+        result = self._runner.forward(step)
+        drawn = self._draw(step, result)
+        metrics = self.metrics
+        metrics.num_steps += 1
+        metrics.num_rows += step.num_rows
+        metrics.max_rows_in_step = max(metrics.max_rows_in_step, step.num_rows)
+        metrics.num_copied_slots += len(plan.copies)
+        for sequence in plan.admitted:
+            metrics.num_cached_tokens += sequence.table.cached_len
+        for span in step.spans:
+            self._commit(span, result, drawn.get(span.sequence))
+
+    # ---- drafting
+
+    def _budget(self, sequence: Sequence) -> int:
+        return controller.budget(sequence, self.config.speculation)
+
+    def _view(self, sequence: Sequence) -> DraftRow:
+        request = sequence.request
+        return DraftRow(
+            sequence_id=sequence.sequence_id,
+            token_ids=sequence.token_ids,
+            prompt_len=sequence.prompt_len,
+            cached_len=sequence.table.cached_len,
+            seed=sequence.seed,
+            choice=sequence.choice,
+            temperature=request.params.temperature,
+            salt=request.cache_salt,
+        )
+
+    def _propose(self, plans: SequenceOf[PlannedRows]) -> list[DraftTree]:
+        """One valid tree per plan, within its cap and depth; most are chains, many are empty."""
+        trees = [EMPTY_TREE] * len(plans)
+        by_drafter: dict[str, list[int]] = {}
+        for i, plan in enumerate(plans):
+            if plan.node_cap:
+                by_drafter.setdefault(plan.sequence.stats.drafter, []).append(i)
+        for name, group in by_drafter.items():
+            try:
+                proposed = self._ask(self._drafters[name], [plans[i] for i in group])
+            except Exception as exc:
+                self._lose_drafts([plans[i].sequence for i in group], f"raised {type(exc).__name__}: {exc}")
+                continue
+            for i, tree in zip(group, proposed, strict=True):
+                fault = tree.fault(self.limits.vocab_size)
+                if fault is None:
+                    trees[i] = tree.prune(plans[i].node_cap, plans[i].max_depth)
+                else:
+                    self._lose_drafts([plans[i].sequence], f"proposed a tree that {fault}")
+        return trees
+
+    def _ask(self, drafter: Drafter, plans: list[PlannedRows]) -> SequenceOf[DraftTree]:
+        views = []
+        for plan in plans:
+            view = self._view(plan.sequence)
+            if plan.sequence not in self._drafting:
+                self._drafting.add(plan.sequence)
+                drafter.start(view)
+            views.append(view)
+        trees = drafter.propose(views, [plan.node_cap for plan in plans])
+        if len(trees) != len(plans):
+            raise ValueError(f"{len(plans)} rows were given, {len(trees)} trees came back")
+        return trees
+
+    def _lose_drafts(self, sequences: list[Sequence], why: str) -> None:
+        self.metrics.num_drafter_faults += 1
+        for sequence in sequences:
+            sequence.stats.inactive_reason = f"drafter {sequence.stats.drafter!r} {why}"
+
+    # ---- drawing
+
+    def _draw(self, step: StepBatch, result: ForwardResult) -> dict[Sequence, _Drawn]:
+        """Draw a token at every row that may need one. A row that is not finite draws -1, which no child carries."""
+        draws = {span.sequence: self._draws_of(span) for span in step.spans if span.draws}
+        finite = [result.finite[row] for row in step.logit_rows.tolist()]
+        usable = [draw for group in draws.values() for draw in group if finite[draw.row]]
+        ids = iter(draw_tokens(result.logits, usable, self._ops))
+        return {
+            sequence: _Drawn(group, [next(ids) if finite[draw.row] else -1 for draw in group])
+            for sequence, group in draws.items()
+        }
+
+    def _draws_of(self, span: Span) -> list[Draw]:
+        sequence = span.sequence
+        stops = self._choice_of(sequence).stops
+
+        def draw(row: int, draw_index: int, choice: int) -> Draw:
+            banned = commit.banned_ids(sequence, draw_index, stops)
+            return Draw(row, draw_index, choice, sequence.seed, sequence.request.params, banned)
+
+        next_index = len(sequence.token_ids)
+        if sequence.num_siblings:
+            return [draw(span.first_logit, next_index, choice) for choice in range(sequence.num_siblings + 1)]
+        depths = [0, *span.tree.depths()]
+        return [draw(span.first_logit + i, next_index + depth, sequence.choice) for i, depth in enumerate(depths)]
+
+    def _choice_of(self, sequence: Sequence) -> _Choice:
+        return self._active[sequence.request.request_id].choices[sequence]
+
+    # ---- committing
+
+    def _commit(self, span: Span, result: ForwardResult, drawn: _Drawn | None) -> None:
+        """Settle one sequence's rows: check them, keep what was accepted, cut, publish, tell."""
+        active = self._active.get(span.sequence.request.request_id)
+        if active is None:  # another choice's fault ended the request in this very step
+            return
+        path: tuple[int, ...] = ()
+        if drawn is not None and len(span.tree):
+            path, _ = walk(span.tree, drawn.ids)
+        rows = [*range(span.num_pending), *(span.num_pending + node for node in path)]
+        if not all(result.finite[span.first + row] for row in rows):
+            self._fault(active, span)
+        elif drawn is None:
+            self.metrics.num_prompt_tokens += span.num_pending
+            self._commit_rows(span.sequence, span.num_pending, ())
+            self._publish_pages(span.sequence)
+        elif span.sequence.num_siblings:
+            self._commit_fork(active, span, result, drawn)
+        else:
+            self._commit_run(active, span, path, result, drawn)
+
+    def _fault(self, active: _Active, span: Span) -> None:
+        """Non-finite rows: wipe what the sequence wrote, then end its request."""
+        table = span.sequence.table
+        written = table.pages[(span.sequence.cached_tokens or 0) // self.pool.page_size :]
+        if self.index is not None:
+            self.index.unpublish([page for page in written if page in self.pool.indexed])
+        self._runner.zero([page for page in written if self.pool.holders[page] == 1])
+        self._fail(active, NumericFault(f"non-finite values in the rows from position {table.cached_len} on"))
+
+    def _commit_rows(self, sequence: Sequence, num_pending: int, path: SequenceOf[int]) -> None:
+        """Keep the pending rows and the path, and bring the path together before anybody can read it."""
+        moves = sequence.table.commit(num_pending, [num_pending + node for node in path])
+        self._runner.apply(moves)
+        self.metrics.num_compacted_slots += len(moves)
+
+    def _publish_pages(self, sequence: Sequence) -> None:
+        if self.index is not None:
+            self.index.publish(sequence.table, sequence.token_ids, sequence.request.cache_salt)
+
+    def _commit_fork(self, active: _Active, span: Span, result: ForwardResult, drawn: _Drawn) -> None:
+        """The prompt of n choices is done: siblings share its pages, each starts from its own draw."""
+        first = span.sequence
+        self._commit_rows(first, span.num_pending, ())
+        self.metrics.num_prompt_tokens += span.num_pending
+        choices = [first]
+        for choice in range(1, first.num_siblings + 1):
+            sibling = Sequence(
+                request=first.request,
+                choice=choice,
+                seed=first.seed,
+                arrival=first.arrival,
+                token_ids=list(first.token_ids),
+                table=first.table.fork(),
+                cached_tokens=first.cached_tokens,
+            )
+            self._open_choice(active, sibling)
+            self.scheduler.add_fork(sibling)
+            choices.append(sibling)
+        first.num_siblings = 0
+        for sequence, draw, token_id in zip(choices, drawn.draws, drawn.ids, strict=True):
+            self._emit(active, sequence, self._cut(sequence, [token_id]), [draw], result, num_drafted=0)
+
+    def _commit_run(
+        self, active: _Active, span: Span, path: tuple[int, ...], result: ForwardResult, drawn: _Drawn
+    ) -> None:
+        """The accepted path and the bonus of one sequence, cut where the answer ends."""
+        sequence = span.sequence
+        is_root = span.num_pending == 1 and sequence.has_token
+        rows = [0, *(1 + node for node in path)]
+        kept = self._cut(sequence, [drawn.ids[row] for row in rows])
+        path = path[: len(kept.token_ids)]
+        self._commit_rows(sequence, span.num_pending, path)
+        if is_root:
+            depths = span.tree.depths()
+            count_step(sequence.stats, depths, len(path), len(kept.token_ids))
+            count_step(self.metrics.speculation, depths, len(path), len(kept.token_ids))
+        else:
+            self.metrics.num_prompt_tokens += span.num_pending
+        self._emit(active, sequence, kept, [drawn.draws[row] for row in rows], result, num_drafted=len(path))
+        if sequence in self._drafting:
+            self._observe(sequence, StepResult(tree=span.tree, path=path, tokens=kept.token_ids))
+
+    def _observe(self, sequence: Sequence, step: StepResult) -> None:
+        try:
+            self._drafters[sequence.stats.drafter].observe(self._view(sequence), step)
+        except Exception as exc:
+            self._lose_drafts([sequence], f"raised {type(exc).__name__} when told the outcome: {exc}")
+
+    def _cut(self, sequence: Sequence, run: SequenceOf[int]) -> Cut:
+        choice = self._choice_of(sequence)
+        return commit.cut(sequence, run, choice.text, choice.stops, self.scheduler.tokens_allowed(sequence))
+
+    # ---- telling
+
+    def _emit(
+        self,
+        active: _Active,
+        sequence: Sequence,
+        kept: Cut,
+        draws: SequenceOf[Draw],
+        result: ForwardResult,
+        num_drafted: int,
+    ) -> None:
+        """Append the kept tokens, publish full pages, and turn the cut into events."""
+        now = self.clock()
+        choice = self._choice_of(sequence)
+        if not sequence.has_token:
+            choice.first_token_at = now
+        sequence.token_ids += kept.token_ids
+        self._publish_pages(sequence)
+        self.metrics.num_output_tokens += len(kept.token_ids)
+        if not active.started:
+            active.started = True
+            self._events.append(self._started(active, sequence))
+        wants_logprobs = sequence.request.params.logprobs is not None
+        tokens = tuple(
+            Token(
+                token_id=token_id,
+                text=text,
+                drafted=i < num_drafted,
+                logprobs=token_logprobs(result.logits, draws[i], token_id) if wants_logprobs else None,
+            )
+            for i, (token_id, text) in enumerate(zip(kept.token_ids, kept.texts, strict=True))
+        )
+        request_id = sequence.request.request_id
+        self._events.append(Delta(request_id=request_id, index=sequence.choice, tokens=tokens, time=now))
+        if kept.reason is not None:
+            self._finish(active, choice, kept, now)
+
+    def _started(self, active: _Active, sequence: Sequence) -> Started:
+        return Started(
+            request_id=sequence.request.request_id,
+            prompt_tokens=sequence.prompt_len,
+            cached_tokens=sequence.cached_tokens or 0,
+            queue_ms=self._queue_ms(active),
+            seed=sequence.seed,
+            numerics=self.config.numerics,
+            verification="coupled",
+            drafter=sequence.stats.drafter,
+        )
+
+    def _queue_ms(self, active: _Active) -> float:
+        planned_at = active.submitted_at if active.planned_at is None else active.planned_at
+        return 1e3 * (planned_at - active.submitted_at)
+
+    def _finish(self, active: _Active, choice: _Choice, kept: Cut, now: float) -> None:
+        sequence = choice.sequence
+        assert kept.reason is not None
+        self._drop(sequence)
+        del active.choices[sequence]
+        self.metrics.count_finish(kept.reason)
+        stopped_by_text = isinstance(kept.stop_match, str)
+        if not sequence.stats.num_drafts and sequence.stats.inactive_reason is None:
+            sequence.stats.inactive_reason = self._why_inactive(sequence)
+        num_after_first = sequence.num_output - 1
+        self._events.append(
+            Finished(
+                request_id=sequence.request.request_id,
+                index=sequence.choice,
+                reason=kept.reason,
+                tail_text="" if stopped_by_text else choice.text.flush(),
+                usage=Usage(
+                    prompt_tokens=sequence.prompt_len,
+                    completion_tokens=sequence.num_output,
+                    cached_tokens=sequence.cached_tokens or 0,
+                ),
+                speculation=sequence.stats,
+                timing=Timing(
+                    queue_ms=self._queue_ms(active),
+                    ttft_ms=1e3 * (choice.first_token_at - active.submitted_at),
+                    tpot_ms=1e3 * (now - choice.first_token_at) / num_after_first if num_after_first else None,
+                    e2e_ms=1e3 * (now - active.submitted_at),
+                ),
+                stop_match=kept.stop_match,
+            )
+        )
+        if not active.choices:
+            del self._active[sequence.request.request_id]
+
+    def _why_inactive(self, sequence: Sequence) -> str:
+        if sequence.stats.drafter == "off":
+            return "speculation is off"
+        if not self._budget(sequence):
+            return "num_draft_tokens is 0"
+        if not sequence.stats.num_steps:
+            return "the answer ended with its first token"
+        return f"drafter {sequence.stats.drafter!r} proposed nothing"

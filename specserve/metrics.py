@@ -1,0 +1,52 @@
+"""What the engine counts. Counters only grow; gauges are computed from the state when somebody asks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from specserve.request import SpeculationStats
+
+
+@dataclass(slots=True)
+class EngineMetrics:
+    """Totals since start, cut at the same token as the answers."""
+
+    num_steps: int = 0
+    num_rows: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+    num_preemptions: int = 0
+    num_drafter_faults: int = 0
+    num_copied_slots: int = 0
+    num_compacted_slots: int = 0
+    max_rows_in_step: int = 0
+    finished: dict[str, int] = field(default_factory=dict)
+    speculation: SpeculationStats = field(default_factory=lambda: SpeculationStats(drafter="all"))
+
+    def count_finish(self, reason: str) -> None:
+        self.finished[reason] = self.finished.get(reason, 0) + 1
+
+
+def count_step(stats: SpeculationStats, depths: list[int], num_accepted: int, num_committed: int) -> None:
+    """Count one step with a root row.
+
+    Args:
+        depths: depth of every node that was verified, 1 below the root; empty = nothing was drafted.
+        num_accepted: nodes of the accepted path that were committed; drafts past a stop are not.
+        num_committed: tokens that the step added to the answer.
+    """
+    stats.num_steps += 1
+    stats.num_committed_tokens += num_committed
+    if not depths:
+        return
+    stats.num_drafts += 1
+    stats.num_draft_tokens += len(depths)
+    stats.num_accepted_tokens += num_accepted
+    grow = max(depths) - len(stats.drafted_per_position)
+    stats.drafted_per_position += [0] * grow
+    stats.accepted_per_position += [0] * grow
+    for depth in depths:
+        stats.drafted_per_position[depth - 1] += 1
+    for position in range(num_accepted):
+        stats.accepted_per_position[position] += 1

@@ -1,0 +1,322 @@
+"""The Llama family as a function of its weights: rows of new tokens over a paged past → hidden states → logits.
+
+A forward knows nothing of requests, phases or drafts. A decoded token, a prompt chunk and a draft tree are all
+rows with positions, slots and an `AttentionRows` that says what each one sees; K and V are rounded, stored in the
+pool and read back from it, also by rows of the same step. The decoder holds weights and no other state.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from specserve_kernels.ops import AttentionRows, LinearWeight, Ops
+from torch import Tensor
+
+from specserve.errors import ModelError, ModelNotFound
+
+ARCHITECTURE = "LlamaForCausalLM"
+
+
+@dataclass(frozen=True, slots=True)
+class Llama3Scaling:
+    """How Llama 3.1 stretches its rotary wavelengths; field names as in config.json."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderConfig:
+    """The shape of a Llama decoder; field names as in config.json."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: Llama3Scaling | None
+    tie_word_embeddings: bool
+    max_position_embeddings: int
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> DecoderConfig:
+        """Read `config.json`.
+
+        Raises:
+            ModelNotFound: there is no config.json.
+            ModelError: it is not JSON, or describes a model that this decoder does not compute.
+        """
+        path = folder / "config.json"
+        try:
+            raw = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise ModelNotFound(f"{folder} has no config.json; a Hugging Face model folder needs one") from None
+        except ValueError as error:
+            raise ModelError(f"{path} is not valid JSON: {error}") from None
+        if not isinstance(raw, dict):
+            raise ModelError(f"{path} holds a {type(raw).__name__}; it must be a JSON object")
+        return cls.from_dict(raw)
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> DecoderConfig:
+        """Take what the decoder needs of a Hugging Face config; defaults as in transformers' LlamaConfig.
+
+        Raises:
+            ModelError: another architecture, an option the decoder does not compute, or a size that makes no sense.
+        """
+        _refuse_unsupported(raw)
+        hidden, heads = _size(raw, "hidden_size"), _size(raw, "num_attention_heads")
+        kv_heads = _size(raw, "num_key_value_heads", heads)
+        head_dim = _size(raw, "head_dim", hidden // heads)
+        max_positions = _size(raw, "max_position_embeddings", 2048)
+        if heads % kv_heads:
+            raise ModelError(
+                f"config.json: num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}"
+            )
+        if head_dim % 2:
+            raise ModelError(f"config.json: head_dim is {head_dim}; rotary embeddings need an even number")
+        theta, scaling = _rope(raw, max_positions)
+        return cls(
+            hidden_size=hidden,
+            intermediate_size=_size(raw, "intermediate_size"),
+            num_hidden_layers=_size(raw, "num_hidden_layers"),
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            head_dim=head_dim,
+            vocab_size=_size(raw, "vocab_size"),
+            rms_norm_eps=_positive(raw, "rms_norm_eps", 1e-6),
+            rope_theta=theta,
+            rope_scaling=scaling,
+            tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+            max_position_embeddings=max_positions,
+        )
+
+    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor that the model consists of, by its Hugging Face name; a tied head is not one of them."""
+        hidden, inner = self.hidden_size, self.intermediate_size
+        q_size, kv_size = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
+        layer = {
+            "input_layernorm": (hidden,),
+            "self_attn.q_proj": (q_size, hidden),
+            "self_attn.k_proj": (kv_size, hidden),
+            "self_attn.v_proj": (kv_size, hidden),
+            "self_attn.o_proj": (hidden, q_size),
+            "post_attention_layernorm": (hidden,),
+            "mlp.gate_proj": (inner, hidden),
+            "mlp.up_proj": (inner, hidden),
+            "mlp.down_proj": (hidden, inner),
+        }
+        shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab_size, hidden)}
+        for index in range(self.num_hidden_layers):
+            shapes |= {f"model.layers.{index}.{name}.weight": shape for name, shape in layer.items()}
+        shapes["model.norm.weight"] = (hidden,)
+        if not self.tie_word_embeddings:
+            shapes["lm_head.weight"] = (self.vocab_size, hidden)
+        return shapes
+
+    def kv_shape(self, num_pages: int, page_size: int) -> tuple[int, ...]:
+        """Shape of the KV tensor: [layers, 2, pages, kv_heads, page_size, head_dim]."""
+        return (self.num_hidden_layers, 2, num_pages, self.num_key_value_heads, page_size, self.head_dim)
+
+
+def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
+    found = raw.get("architectures") or ([ARCHITECTURE] if raw.get("model_type") == "llama" else [])
+    if found != [ARCHITECTURE]:
+        raise ModelError(f"config.json: architectures is {found}; supported: [{ARCHITECTURE!r}]")
+    if raw.get("hidden_act", "silu") != "silu":
+        raise ModelError(f"config.json: hidden_act is {raw['hidden_act']!r}; supported: 'silu'")
+    for name in ("attention_bias", "mlp_bias"):
+        if raw.get(name):
+            raise ModelError(f"config.json: {name} is {raw[name]!r}; supported: false (no biases)")
+    if raw.get("quantization_config"):
+        method = dict(raw["quantization_config"]).get("quant_method", "unknown")
+        raise ModelError(
+            f"config.json: the weights are quantized ({method}); supported: bf16, fp16 and fp32 safetensors, or GGUF"
+        )
+
+
+def _positive(raw: Mapping[str, Any], name: str, default: float | None = None) -> float:
+    value = raw.get(name)
+    value = default if value is None else value
+    if value is None:
+        raise ModelError(f"config.json: {name} is missing")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ModelError(f"config.json: {name} is {value!r}; it must be a number above 0")
+    return float(value)
+
+
+def _size(raw: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    value = _positive(raw, name, default)
+    if value != int(value):
+        raise ModelError(f"config.json: {name} is {value}; it must be a whole number")
+    return int(value)
+
+
+def _rope(raw: Mapping[str, Any], max_positions: int) -> tuple[float, Llama3Scaling | None]:
+    """transformers 5 writes one `rope_parameters`; older configs `rope_theta` and `rope_scaling`."""
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    merged = {"rope_theta": raw.get("rope_theta"), **rope}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ("default", "llama3"):
+        raise ModelError(f"config.json: the rope type is {kind!r}; supported: 'default', 'llama3'")
+    partial = merged.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
+    if partial not in (None, 1, 1.0):
+        raise ModelError(f"config.json: partial_rotary_factor is {partial}; supported: 1.0")
+    theta = _positive(merged, "rope_theta", 10000.0)
+    if kind == "default":
+        return theta, None
+    scaling = Llama3Scaling(
+        factor=_positive(rope, "factor"),
+        low_freq_factor=_positive(rope, "low_freq_factor"),
+        high_freq_factor=_positive(rope, "high_freq_factor"),
+        original_max_position_embeddings=_size(rope, "original_max_position_embeddings", max_positions),
+    )
+    if scaling.high_freq_factor <= scaling.low_freq_factor:
+        raise ModelError(
+            f"config.json: high_freq_factor {scaling.high_freq_factor} must be above"
+            f" low_freq_factor {scaling.low_freq_factor}"
+        )
+    return theta, scaling
+
+
+def llama3_divisors(inverse: Tensor, scaling: Llama3Scaling) -> Tensor:
+    """What each inverse frequency (fp32 [half]) is divided by: 1 for short wavelengths, `factor` for long ones."""
+    wavelength = 2 * math.pi / inverse
+    turns = scaling.original_max_position_embeddings / wavelength
+    smooth = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    smooth = smooth.clamp(0.0, 1.0)
+    return 1.0 / ((1 - smooth) / scaling.factor + smooth)
+
+
+def inverse_frequencies(config: DecoderConfig) -> Tensor:
+    """fp32 [head_dim / 2], before scaling; in fp32 step by step as transformers does, so that logits agree."""
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
+    return torch.as_tensor(1.0 / (config.rope_theta**exponents), dtype=torch.float32)
+
+
+def rope_table(config: DecoderConfig) -> Tensor:
+    """fp32 [max_positions, head_dim]: cos of the first half, then sin."""
+    inverse = inverse_frequencies(config)
+    if config.rope_scaling is not None:
+        inverse = inverse / llama3_divisors(inverse, config.rope_scaling)
+    angles = torch.outer(torch.arange(config.max_position_embeddings, dtype=torch.float32), inverse)
+    return torch.cat((angles.cos(), angles.sin()), dim=1)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One layer; q, k, v are one matrix and so are gate, up."""
+
+    attention_norm: Tensor  # [hidden]
+    qkv: LinearWeight  # [(heads + 2 * kv_heads) * head_dim, hidden]
+    output: LinearWeight  # [hidden, heads * head_dim]
+    mlp_norm: Tensor  # [hidden]
+    gate_up: LinearWeight  # [2 * intermediate, hidden]
+    down: LinearWeight  # [hidden, intermediate]
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderWeights:
+    """The whole model in the layout of one backend."""
+
+    embed: LinearWeight  # [vocab, hidden]
+    layers: tuple[LayerWeights, ...]
+    norm: Tensor  # [hidden]
+    head: LinearWeight  # [vocab, hidden]; the same object as `embed` when tied
+
+    @classmethod
+    def build(cls, config: DecoderConfig, tensors: dict[str, Tensor], ops: Ops) -> DecoderWeights:
+        """Fuse and pack tensors named as in `config.tensor_shapes()`, all of one dtype.
+
+        Empties `tensors` as it goes, so that at most one layer is held twice.
+        """
+        embed = tensors.pop("model.embed_tokens.weight")
+        tied = config.tie_word_embeddings
+        head = ops.pack_linear(embed if tied else tensors.pop("lm_head.weight"))
+        layers = tuple(_build_layer(f"model.layers.{i}.", tensors, ops) for i in range(config.num_hidden_layers))
+        return cls(
+            embed=head if tied else LinearWeight(raw=embed),
+            layers=layers,
+            norm=tensors.pop("model.norm.weight"),
+            head=head,
+        )
+
+
+def _build_layer(prefix: str, tensors: dict[str, Tensor], ops: Ops) -> LayerWeights:
+    def take(*names: str) -> Tensor:
+        parts = [tensors.pop(f"{prefix}{name}.weight") for name in names]
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    return LayerWeights(
+        attention_norm=take("input_layernorm"),
+        qkv=ops.pack_linear(take("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
+        output=ops.pack_linear(take("self_attn.o_proj")),
+        mlp_norm=take("post_attention_layernorm"),
+        gate_up=ops.pack_linear(take("mlp.gate_proj", "mlp.up_proj")),
+        down=ops.pack_linear(take("mlp.down_proj")),
+    )
+
+
+class Decoder:
+    """A Llama decoder on one backend. Rows are computed independently of each other (DESIGN 2)."""
+
+    def __init__(self, config: DecoderConfig, tensors: dict[str, Tensor], ops: Ops) -> None:
+        """Build from tensors named as in `config.tensor_shapes()`, all of one dtype; `tensors` is emptied."""
+        self.config = config
+        self.ops = ops
+        self.dtype = tensors["model.embed_tokens.weight"].dtype
+        self.weights = DecoderWeights.build(config, tensors, ops)
+        self.rope_table = rope_table(config)
+        self.scale = config.head_dim**-0.5
+
+    @torch.inference_mode()
+    def forward(self, ids: Tensor, positions: Tensor, slots: Tensor, rows: AttentionRows, kv: Tensor) -> Tensor:
+        """Hidden states after the final norm, [rows, hidden] in the model's dtype; writes K and V of every row.
+
+        Args:
+            ids: int64 [rows].
+            positions: int64 [rows], each below `max_position_embeddings`.
+            slots: int64 [rows], physical (page * page_size + offset), where each row's K and V are written.
+            rows: what each row sees; its own slot is the last of it.
+            kv: [layers, 2, pages, kv_heads, page_size, head_dim] in the model's dtype.
+        """
+        # A backend with a fused whole forward takes over here, with the same arguments and the same bits.
+        ops = self.ops
+        eps = self.config.rms_norm_eps
+        hidden = ops.embed(ids, self.weights.embed)
+        for layer, cache in zip(self.weights.layers, kv, strict=True):
+            x = ops.rms_norm(hidden, layer.attention_norm, eps)
+            hidden = hidden + self._attend(x, layer, positions, slots, rows, cache)
+            x = ops.rms_norm(hidden, layer.mlp_norm, eps)
+            hidden = hidden + ops.linear(ops.silu_mul(ops.linear(x, layer.gate_up)), layer.down)
+        return ops.rms_norm(hidden, self.weights.norm, eps)
+
+    def _attend(
+        self, x: Tensor, layer: LayerWeights, positions: Tensor, slots: Tensor, rows: AttentionRows, cache: Tensor
+    ) -> Tensor:
+        """x [rows, hidden] → [rows, hidden]; `cache` is one layer, [2, pages, kv_heads, page_size, head_dim]."""
+        ops, config = self.ops, self.config
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        qkv = ops.linear(x, layer.qkv).view(x.shape[0], heads + 2 * kv_heads, config.head_dim)
+        rotated = ops.rope(qkv[:, : heads + kv_heads].contiguous(), positions, self.rope_table)
+        q, k = rotated[:, :heads].contiguous(), rotated[:, heads:].contiguous()
+        ops.write_kv(k, qkv[:, heads + kv_heads :].contiguous(), cache[0], cache[1], slots)
+        attended = ops.attention(q, cache[0], cache[1], rows, self.scale)
+        return ops.linear(attended.view(x.shape[0], heads * config.head_dim), layer.output)
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[n, hidden] as `forward` returned it → fp32 [n, vocab]."""
+        return self.ops.linear(hidden, self.weights.head, out_dtype=torch.float32)

@@ -1,0 +1,116 @@
+"""What passes between the engine and a drafter: trees in, verdicts out.
+
+A draft is a tree under the root row; a chain is a tree, and no draft is the empty tree. Parents point at
+earlier nodes, -1 is the root. Nothing here influences which tokens are drawn, only how many are drawn a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class DraftTree:
+    """Nodes in creation order: `token_ids[i]` under `parents[i]` (a node before it, or -1 = the root).
+
+    `drafters[i]` names who guessed node i. Siblings carry distinct ids.
+    """
+
+    token_ids: tuple[int, ...] = ()
+    parents: tuple[int, ...] = ()
+    drafters: tuple[str, ...] = ()
+
+    @classmethod
+    def chain(cls, token_ids: SequenceOf[int], drafter: str) -> DraftTree:
+        n = len(token_ids)
+        return cls(tuple(token_ids), tuple(range(-1, n - 1)), (drafter,) * n)
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def depths(self) -> list[int]:
+        """Depth of each node, 1 below the root."""
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(1 if parent < 0 else depths[parent] + 1)
+        return depths
+
+    def fault(self, vocab_size: int) -> str | None:
+        """Why this tree cannot be verified, or None if it can."""
+        n = len(self.token_ids)
+        if len(self.parents) != n or len(self.drafters) != n:
+            return f"has {n} ids, {len(self.parents)} parents and {len(self.drafters)} drafters"
+        for i, (token_id, parent) in enumerate(zip(self.token_ids, self.parents, strict=True)):
+            if not 0 <= token_id < vocab_size:
+                return f"node {i} has id {token_id}, outside the vocabulary of {vocab_size}"
+            if not -1 <= parent < i:
+                return f"node {i} has parent {parent}; allowed: -1 to {i - 1}"
+        if len(set(zip(self.parents, self.token_ids, strict=True))) != n:
+            return "has two siblings with the same id"
+        return None
+
+    def prune(self, max_nodes: int, max_depth: int) -> DraftTree:
+        """The first `max_nodes` nodes no deeper than `max_depth`; ancestors precede, so the set stays closed."""
+        depths = self.depths()
+        if len(self) <= max_nodes and max(depths, default=0) <= max_depth:
+            return self
+        kept: dict[int, int] = {-1: -1}
+        for i, depth in enumerate(depths):
+            if len(kept) - 1 < max_nodes and depth <= max_depth and self.parents[i] in kept:
+                kept[i] = len(kept) - 1
+        nodes = [i for i in kept if i >= 0]
+        return DraftTree(
+            tuple(self.token_ids[i] for i in nodes),
+            tuple(kept[self.parents[i]] for i in nodes),
+            tuple(self.drafters[i] for i in nodes),
+        )
+
+
+EMPTY_TREE = DraftTree()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftRow:
+    """A sequence as its drafter sees it. `token_ids` ends with the root; it must not be modified."""
+
+    sequence_id: str
+    token_ids: SequenceOf[int]
+    prompt_len: int
+    cached_len: int
+    seed: int
+    choice: int
+    temperature: float
+    salt: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What the target made of a step of one sequence: the tree, the accepted nodes in order, the bonus token.
+
+    `tokens` is what was committed after the cut: the path's ids and the bonus, or a prefix of them.
+    """
+
+    tree: DraftTree
+    path: tuple[int, ...]
+    tokens: tuple[int, ...]
+
+
+class Drafter(Protocol):
+    """Guesses the tokens that follow a root. State is per sequence and costs O(new tokens) a step."""
+
+    name: str
+
+    def start(self, view: DraftRow) -> None:
+        """Called before the first `propose` of a sequence, in a step after its first token left."""
+
+    def propose(self, rows: SequenceOf[DraftRow], caps: SequenceOf[int]) -> SequenceOf[DraftTree]:
+        """One tree per row, of at most its cap of nodes; may be empty. Called only with caps >= 1."""
+        ...
+
+    def observe(self, view: DraftRow, result: StepResult) -> None:
+        """What the step committed."""
+
+    def stop(self, view: DraftRow) -> None:
+        """The sequence ended; drop its state. Unknown sequences are ignored."""

@@ -1,0 +1,152 @@
+"""Drawing tokens: processed logits, truncation, Gumbel noise, argmax (DESIGN 2). One row, one thread, fixed order.
+
+The token of draw index i is argmax(processed / T + G) over what truncation left, with G keyed by (seed, choice, i).
+Order is stable everywhere (logit descending, id ascending) and ties go to the lowest id. Each row is worked on alone
+with arrays of its own, so its bits cannot depend on its neighbours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from specserve_kernels import PURPOSE_TARGET, Ops
+from torch import Tensor
+
+from specserve.request import SamplingParams, TokenLogprobs
+
+# candidates looked at before a full sort; top-p at usual p needs far fewer
+_TOP_P_CANDIDATES = 512
+
+Floats = NDArray[np.float32]
+Ids = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """One token to draw: from logits row `row`, as token `draw_index` of the sequence, for one choice.
+
+    `banned` ids cannot be drawn (min_tokens); `seed` has 64 bits.
+    """
+
+    row: int
+    draw_index: int
+    choice: int
+    seed: int
+    params: SamplingParams
+    banned: tuple[int, ...] = ()
+
+
+def _bounded(logits: Floats, banned: Sequence[int]) -> Floats:
+    """The processed logits: a copy with banned ids at -inf, or the row itself."""
+    if not banned:
+        return logits
+    logits = logits.copy()
+    logits[list(banned)] = -np.inf
+    return logits
+
+
+def _best_first(logits: Floats, count: int) -> Ids:
+    """Ids of the `count` largest logits, logit descending, id ascending among equals."""
+    if count < len(logits):
+        edge = np.partition(logits, len(logits) - count)[len(logits) - count]
+        above = np.flatnonzero(logits > edge)
+        ids = np.concatenate([above, np.flatnonzero(logits == edge)[: count - len(above)]])
+    else:
+        ids = np.arange(len(logits))
+    return ids[np.argsort(-logits[ids], kind="stable")]
+
+
+def _top_p(logits: Floats, scaled: Floats, ids: Ids | None, top_p: float) -> Ids:
+    """The shortest prefix of `ids` (None = all, best first) whose softmax mass reaches `top_p`; at least one id."""
+    pool = scaled if ids is None else scaled[ids]
+    weights = np.exp(pool.astype(np.float64) - np.float64(pool.max()))
+    wanted = top_p * weights.sum()
+    if ids is None:
+        ids = _best_first(logits, min(_TOP_P_CANDIDATES, len(logits)))
+        if weights[ids].sum() < wanted * (1 + 1e-9):
+            ids = _best_first(logits, len(logits))
+        weights = weights[ids]
+    reached = np.cumsum(weights) >= wanted
+    return ids[: int(np.argmax(reached)) + 1] if reached.any() else ids
+
+
+def survivors(logits: Floats, params: SamplingParams) -> tuple[Ids | None, Floats]:
+    """What truncation leaves of one row of processed logits [vocab] at T > 0.
+
+    Returns:
+        (ids, or None for all of them; fp32(logits / T) of all ids). Order of processors: ÷ T, top-k, top-p, min-p.
+    """
+    scaled = logits / np.float32(params.temperature)
+    ids: Ids | None = None
+    if 0 < params.top_k < len(logits):
+        ids = _best_first(logits, params.top_k)
+    if params.top_p < 1.0:
+        ids = _top_p(logits, scaled, ids, params.top_p)
+    if params.min_p > 0.0:
+        pool = scaled if ids is None else scaled[ids]
+        keep = np.exp(pool.astype(np.float64) - np.float64(pool.max())) >= params.min_p
+        ids = np.flatnonzero(keep) if ids is None else ids[keep]
+    return ids, scaled
+
+
+def _noise(draw: Draw, vocab_size: int, ops: Ops) -> Floats:
+    seed = draw.seed - (1 << 64) if draw.seed >= 1 << 63 else draw.seed
+    key = [torch.tensor([value], dtype=torch.int64) for value in (seed, draw.draw_index, draw.choice)]
+    noise: Floats = ops.noise(*key, PURPOSE_TARGET, vocab_size)[0].numpy()
+    return noise
+
+
+def _draw_sampled(logits: Floats, draw: Draw, ops: Ops) -> int:
+    ids, scaled = survivors(_bounded(logits, draw.banned), draw.params)
+    noise = _noise(draw, len(logits), ops)
+    if ids is None:
+        return int(np.argmax(scaled + noise))
+    ids = np.sort(ids)
+    return int(ids[np.argmax(scaled[ids] + noise[ids])])
+
+
+def draw_tokens(logits: Tensor, draws: Sequence[Draw], ops: Ops) -> list[int]:
+    """One token id per draw.
+
+    Args:
+        logits: fp32 [rows, vocab], raw; several draws may share a row (choices of one prompt).
+    """
+    rows = logits.numpy()
+    drawn = []
+    for draw in draws:
+        if draw.params.greedy:
+            drawn.append(int(np.argmax(_bounded(rows[draw.row], draw.banned))))
+        else:
+            drawn.append(_draw_sampled(rows[draw.row], draw, ops))
+    return drawn
+
+
+def token_logprobs(logits: Tensor, draw: Draw, token_id: int) -> TokenLogprobs:
+    """Log-probabilities of one drawn token and of the most likely ones, as its parameters ask.
+
+    Raw: log softmax of the raw logits. Processed: log softmax over the survivors of ÷ T and truncation, -inf for
+    the rest; at T < 1e-5 of the processed logits as they are.
+    """
+    raw: Floats = logits[draw.row].numpy()
+    params = draw.params
+    values = raw.astype(np.float64)
+    if params.logprobs_mode == "processed":
+        values = _bounded(raw, draw.banned).astype(np.float64)
+        if not params.greedy:
+            ids, scaled = survivors(_bounded(raw, draw.banned), params)
+            values = scaled.astype(np.float64)
+            if ids is not None:
+                values = np.full_like(values, -np.inf)
+                values[ids] = scaled[ids]
+    top = values.max()
+    values = values - (top + np.log(np.exp(values - top).sum()))
+    best = _best_first(values.astype(np.float32), params.logprobs) if params.logprobs else np.empty(0, np.int64)
+    return TokenLogprobs(
+        logprob=float(values[token_id]),
+        top_ids=tuple(best.tolist()),
+        top_logprobs=tuple(values[best].tolist()),
+    )

@@ -1,0 +1,30 @@
+"""Fixtures for the kernel tests: every backend present, both model types; and their modules on the path."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import specserve_kernels
+import torch
+from specserve_kernels import Ops
+
+# importmode=importlib adds no folder to the path: this one holds `paged_case`
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture(params=["torch", "native"])
+def ops(request: pytest.FixtureRequest) -> Ops:
+    """Each backend under test; native is skipped, with its reason, where it cannot be loaded."""
+    try:
+        return specserve_kernels.load(request.param)
+    except specserve_kernels.BackendUnavailable as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(params=[torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    """The two model types."""
+    chosen: torch.dtype = request.param
+    return chosen
