@@ -115,7 +115,7 @@ $(NATIVE): $(READY) $(NATIVE_SOURCES)
 	@echo "== set-up 4/4: native CPU kernels"
 	@$(PY) -m specserve_kernels.cpu.native || \
 	  echo "The native CPU kernels were not built (the lines above say why). specserve runs without them, on torch's" \
-	    "own operations: the same answers, slower."
+	    "own operations, which are slower."
 	@touch $@
 
 FORCE:

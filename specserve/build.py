@@ -127,7 +127,8 @@ def describe_environment(config: EngineConfig, decoder: Decoder) -> str:
     """The environment inside which bits are promised."""
     kernels = specserve_kernels.describe(config.kernels)
     return (
-        f"environment: numerics {config.numerics}, weights {str(decoder.dtype).removeprefix('torch.')}, kernels {kernels},"
+        f"environment: numerics {config.numerics}, weights {str(decoder.dtype).removeprefix('torch.')},"
+        f" kernels {kernels},"
         f" threads {torch.get_num_threads()}, cpu {platform.machine()} {torch.backends.cpu.get_cpu_capability()},"
         f" torch {torch.__version__}"
     )

@@ -12,9 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
-from typing import Protocol
-
-from specserve_kernels import Ops
+from typing import TYPE_CHECKING, Protocol
 
 from specserve import batch, commit, controller
 from specserve.batch import Span, StepBatch
@@ -47,10 +45,14 @@ from specserve.request import (
     Usage,
     validate,
 )
-from specserve.runner import ForwardResult, Runner
 from specserve.sample import Draw, draw_tokens, token_logprobs
 from specserve.scheduler import PlannedRows, Scheduler, StepPlan
 from specserve.verify import walk
+
+if TYPE_CHECKING:
+    from specserve_kernels import Ops
+
+    from specserve.runner import ForwardResult, Runner
 
 
 class TextSource(Protocol):
@@ -336,11 +338,8 @@ class Engine:
         active = self._active.get(span.sequence.request.request_id)
         if active is None:  # another choice's fault ended the request in this very step
             return
-        path: tuple[int, ...] = ()
-        if drawn is not None and len(span.tree):
-            path, _ = walk(span.tree, drawn.ids)
-        rows = [*range(span.num_pending), *(span.num_pending + node for node in path)]
-        if not all(result.finite[span.first + row] for row in rows):
+        pending = result.finite[span.first : span.first + span.num_pending]
+        if not all(pending):
             self._fault(active, span)
         elif drawn is None:
             self.metrics.num_prompt_tokens += span.num_pending
@@ -349,7 +348,13 @@ class Engine:
         elif span.sequence.num_siblings:
             self._commit_fork(active, span, result, drawn)
         else:
-            self._commit_run(active, span, path, result, drawn)
+            self._commit_run(active, span, self._accepted(span, result, drawn), result, drawn)
+
+    def _accepted(self, span: Span, result: ForwardResult, drawn: _Drawn) -> tuple[int, ...]:
+        """The path, up to the first node that is not finite: as a root it will fault where plain decoding does."""
+        path, _ = walk(span.tree, drawn.ids)
+        finite = [result.finite[span.first + span.num_pending + node] for node in path]
+        return path if all(finite) else path[: finite.index(False)]
 
     def _fault(self, active: _Active, span: Span) -> None:
         """Non-finite rows: wipe what the sequence wrote, then end its request."""

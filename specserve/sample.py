@@ -95,8 +95,8 @@ def survivors(logits: Floats, params: SamplingParams) -> tuple[Ids | None, Float
 
 def _noise(draw: Draw, vocab_size: int, ops: Ops) -> Floats:
     seed = draw.seed - (1 << 64) if draw.seed >= 1 << 63 else draw.seed
-    key = [torch.tensor([value], dtype=torch.int64) for value in (seed, draw.draw_index, draw.choice)]
-    noise: Floats = ops.noise(*key, PURPOSE_TARGET, vocab_size)[0].numpy()
+    seeds, indices, choices = (torch.tensor([value]) for value in (seed, draw.draw_index, draw.choice))
+    noise: Floats = ops.noise(seeds, indices, choices, PURPOSE_TARGET, vocab_size)[0].numpy()
     return noise
 
 

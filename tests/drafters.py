@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from specserve.proposal import Drafter, DraftRow, DraftTree, StepResult
 
@@ -25,7 +26,7 @@ class CountingDrafter:
 
     def __init__(self, answers: Answers | None = None) -> None:
         self.answers: Answers = {} if answers is None else answers
-        self.num_starts = self.num_proposes = self.num_observes = self.num_forks = self.num_stops = 0
+        self.num_starts = self.num_proposes = self.num_observes = self.num_stops = 0
         self.num_non_prefix_paths = 0
 
     def draft(self, row: DraftRow, cap: int) -> DraftTree:
@@ -48,9 +49,6 @@ class CountingDrafter:
         self.num_observes += 1
         if result.path != tuple(range(len(result.path))):
             self.num_non_prefix_paths += 1
-
-    def fork(self, view: DraftRow, child: DraftRow) -> None:
-        self.num_forks += 1
 
     def stop(self, view: DraftRow) -> None:
         self.num_stops += 1
@@ -90,8 +88,16 @@ class RandomTreeDrafter(CountingDrafter):
 
     name = "random_tree"
 
-    def __init__(self, seed: int, vocab_size: int, answers: Answers | None = None, true_share: float = 0.5) -> None:
+    def __init__(
+        self,
+        seed: int,
+        vocab_size: int,
+        answers: Answers | None = None,
+        true_share: float = 0.5,
+        num_nodes: int | None = None,
+    ) -> None:
         super().__init__(answers)
+        self.num_nodes = num_nodes
         self.seed = seed
         self.vocab_size = vocab_size
         self.true_share = true_share
@@ -99,7 +105,7 @@ class RandomTreeDrafter(CountingDrafter):
     def draft(self, row: DraftRow, cap: int) -> DraftTree:
         rng = random.Random(f"{self.seed}/{row.sequence_id}/{len(row.token_ids)}")
         truth = list(self.truth(row))
-        num_nodes = rng.randint(1, cap)
+        num_nodes = rng.randint(1, cap) if self.num_nodes is None else min(self.num_nodes, cap)
         token_ids: list[int] = []
         parents: list[int] = []
         children: dict[int, set[int]] = {-1: set()}
@@ -177,10 +183,6 @@ class RaisingDrafter(CountingDrafter):
         self._maybe_raise(self.num_observes, "observe")
         self.inner.observe(view, result)
 
-    def fork(self, view: DraftRow, child: DraftRow) -> None:
-        super().fork(view, child)
-        self.inner.fork(view, child)
-
     def stop(self, view: DraftRow) -> None:
         super().stop(view)
         self.inner.stop(view)
@@ -197,9 +199,9 @@ class InvalidTreeDrafter(CountingDrafter):
         self.num_broken = 0
         self._turn = 0
 
-    def broken(self, kind: int, cap: int) -> DraftTree:
+    def broken(self, kind: int) -> Any:
         names = (self.name,) * 2
-        trees = (
+        trees: tuple[Any, ...] = (
             DraftTree((self.vocab_size,), (-1,), names[:1]),  # id outside the vocabulary
             DraftTree((-1,), (-1,), names[:1]),  # negative id
             DraftTree((0, 1), (-1, 1), names),  # its own parent
@@ -207,7 +209,9 @@ class InvalidTreeDrafter(CountingDrafter):
             DraftTree((0, 1), (-1, -2), names),  # a parent before the root
             DraftTree((2, 2), (-1, -1), names),  # two equal siblings
             DraftTree((0, 1), (-1,), names),  # fields of different lengths
-            DraftTree.chain([0] * (cap + 3), self.name),  # more nodes than it may have
+            None,  # no tree at all
+            DraftTree((float("nan"),), (-1,), names[:1]),  # type: ignore[arg-type]  # what NaN scores may turn an id into
+            DraftTree((1.5,), (-1,), names[:1]),  # type: ignore[arg-type]
         )
         return trees[kind % len(trees)]
 
@@ -216,7 +220,8 @@ class InvalidTreeDrafter(CountingDrafter):
         if self._turn % 2:
             return DraftTree.chain(self.truth(row)[:cap], self.name)
         self.num_broken += 1
-        return self.broken(self._turn // 2 - 1, cap)
+        tree: DraftTree = self.broken(self._turn // 2 - 1)
+        return tree
 
 
 class WrongCountDrafter(CountingDrafter):

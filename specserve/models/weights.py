@@ -83,10 +83,6 @@ def _read_headers(folder: Path) -> dict[str, StoredTensor]:
             name = min(listed ^ set(found))
             where = "lists it but the file lacks it" if name in listed else "does not list it but the file has it"
             raise WeightsError(f"{file.name}: tensor {name}: {INDEX_FILE} {where}")
-        twice = set(found) & set(stored)
-        if twice:
-            name = min(twice)
-            raise WeightsError(f"tensor {name} is in both {stored[name].file.name} and {file.name}")
         stored |= found
     return stored
 

@@ -6,6 +6,8 @@ care whether the engine runs on a thread (`worker.py`) or, later, in a process o
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
@@ -79,3 +81,15 @@ class AsyncEngine(Protocol):
             SpecserveError: the request was refused or failed.
         """
         ...
+
+
+async def done(future: Future[Any]) -> None:
+    """Wait on this loop until another thread settled `future`; neither its error nor a cancel passes through."""
+    loop, settled = asyncio.get_running_loop(), asyncio.Event()
+
+    def wake(_: Future[Any]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(settled.set)
+
+    future.add_done_callback(wake)
+    await settled.wait()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from functools import partial
 from typing import Any
 
@@ -37,7 +37,7 @@ from specserve.request import (
     Token,
     validate,
 )
-from specserve.server import AsyncEngine, Served, TextTokenizer
+from specserve.server import AsyncEngine, Served, TextTokenizer, done
 from specserve.server.status import to_status
 from specserve.v1 import inference_pb2 as pb
 from specserve.v1 import inference_pb2_grpc as pb_grpc
@@ -332,42 +332,12 @@ class GrpcDoor:
         await self._server.stop(grace)
 
     async def _follow_engine(self) -> None:
-        with contextlib.suppress(Exception):  # what went wrong is told by whoever runs the engine
-            await asyncio.shield(asyncio.wrap_future(self._engine.ready))
+        await done(self._engine.ready)
+        if self._engine.ready.exception() is None:
             await self._set_health(health_pb2.HealthCheckResponse.SERVING)
-            await asyncio.shield(asyncio.wrap_future(self._engine.ended))
+            await done(self._engine.ended)
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
 
     async def _set_health(self, status: Any) -> None:
         for service in ("", INFERENCE_SERVICE, MODEL_SERVICE):
             await self._health.set(service, status)
-
-
-async def serve(
-    door: GrpcDoor,
-    engine: AsyncEngine,
-    *,
-    stopping: asyncio.Event,
-    announce: Callable[[int, Served | None], None],
-    grace: float,
-) -> None:
-    """Listen, load, serve until `stopping` is set, drain.
-
-    `announce` is called with the port as soon as it is bound (None: still loading), and again when ready.
-
-    Raises:
-        SpecserveError: the port is taken, or the model cannot be loaded.
-    """
-    port = await door.start()
-    told_to_stop = asyncio.create_task(stopping.wait())
-    ready = asyncio.wrap_future(engine.ready)
-    try:
-        announce(port, None)
-        either: list[asyncio.Future[Any]] = [told_to_stop, ready]
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        if ready.done():
-            announce(port, ready.result())
-            await told_to_stop
-    finally:
-        told_to_stop.cancel()
-        await door.stop(grace)

@@ -1,4 +1,4 @@
-"""An engine that draws no tokens: one scripted token per live choice and step, with every knob that a door test needs."""
+"""An engine without a model: one scripted token per live choice and step, and the knobs that a door test needs."""
 
 from __future__ import annotations
 

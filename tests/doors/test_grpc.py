@@ -10,12 +10,12 @@ from typing import Any
 
 import grpc
 import pytest
+from doors.fake_engine import FakeEngine, Loaded
+from doors.serving import Client, serving, text_request, until
 from google.rpc import code_pb2, error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from doors.fake_engine import FakeEngine, Loaded
-from doors.serving import Client, serving, text_request, until
 from specserve import errors
 from specserve.request import Delta, Request, SamplingParams
 from specserve.server.grpc import INFERENCE_SERVICE, WIRE_PATHS
@@ -45,7 +45,7 @@ def test_a_stream_tells_everything() -> None:
         request.stopping.MergeFrom(pb.StoppingParams(max_tokens=3, min_tokens=1, stop=["x"], stop_token_ids=[9]))
         request.speculation.MergeFrom(pb.SpeculationParams(drafter="ngram", num_draft_tokens=0))
         responses = await client.generate(request)
-        assert [response.WhichOneof("event") for response in responses][0] == "started"
+        assert responses[0].WhichOneof("event") == "started"
         started = responses[0].started
         assert (started.request_id, started.prompt_tokens, started.seed) == ("mine", 5, 2**64 - 1)
         assert started.queue_time.ToMicroseconds() == 1500

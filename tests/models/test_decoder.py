@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import specserve_kernels
 import torch
-from conftest import LLAMA3_ROPE, TinyLlama, tiny_config
+from paged import NUM_PAGES, PAGE_SIZE, Paged, difference
 from specserve_kernels import AttentionRows
+from tiny import LLAMA3_ROPE, TinyLlama, tiny_config
 from torch import Tensor
 
 from specserve.errors import ModelError, ModelNotFound
-from specserve.models.decoder import Decoder, DecoderConfig, rope_table
+from specserve.models.decoder import DecoderConfig, rope_table
 from specserve.models.weights import load_decoder
 
 TOLERANCE = 1e-4
-PAGE_SIZE = 4
-NUM_PAGES = 40
 VARIANTS: dict[str, dict[str, Any]] = {
     "gqa_tied": {},
     "untied": {"tied": False, "seed": 1},
@@ -30,66 +28,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "llama3_rope": {"llama3": True, "head_dim": 16, "seed": 5},
     "wide_heads": {"head_dim": 24, "tied": False, "seed": 6},
 }
-
-
-@dataclass
-class Paged:
-    """One sequence over shuffled pages, fed row by row as a runner would."""
-
-    decoder: Decoder
-    kv: Tensor = field(init=False)
-    table: Tensor = field(init=False)
-
-    def __post_init__(self) -> None:
-        shape = self.decoder.config.kv_shape(NUM_PAGES, PAGE_SIZE)
-        self.kv = torch.full(shape, float("nan"), dtype=self.decoder.dtype)
-        order = torch.randperm(NUM_PAGES, generator=torch.Generator().manual_seed(7))
-        self.table = order.to(torch.int32).unsqueeze(0)
-
-    def physical(self, slots: list[int]) -> Tensor:
-        return torch.tensor([int(self.table[0, s // PAGE_SIZE]) * PAGE_SIZE + s % PAGE_SIZE for s in slots])
-
-    def chunk(self, ids: list[int], start: int) -> Tensor:
-        """Logits of `ids` at slots and positions start, start + 1, …"""
-        count = len(ids)
-        rows = AttentionRows(
-            sequence=torch.zeros(count, dtype=torch.int32),
-            prefix_len=torch.arange(start + 1, start + count + 1, dtype=torch.int32),
-            tail_slots=torch.zeros(count, 0, dtype=torch.int32),
-            tail_len=torch.zeros(count, dtype=torch.int32),
-            page_table=self.table,
-        )
-        return self._logits(ids, list(range(start, start + count)), list(range(start, start + count)), rows)
-
-    def tree(self, ids: list[int], parents: list[int], start: int) -> Tensor:
-        """Logits of a root (row 0, parent -1) at slot `start` and its nodes in the slots after it."""
-        paths = [self._path(parents, row) for row in range(len(ids))]
-        depth = max(len(path) for path in paths)
-        tails = [[start + row for row in path] + [0] * (depth - len(path)) for path in paths]
-        rows = AttentionRows(
-            sequence=torch.zeros(len(ids), dtype=torch.int32),
-            prefix_len=torch.full((len(ids),), start + 1, dtype=torch.int32),
-            tail_slots=torch.tensor(tails, dtype=torch.int32).reshape(len(ids), depth),
-            tail_len=torch.tensor([len(path) for path in paths], dtype=torch.int32),
-            page_table=self.table,
-        )
-        positions = [start + len(path) for path in paths]
-        return self._logits(ids, positions, [start + row for row in range(len(ids))], rows)
-
-    @staticmethod
-    def _path(parents: list[int], row: int) -> list[int]:
-        """Rows from below the root down to `row`, without the root."""
-        path: list[int] = []
-        while row > 0:
-            path.insert(0, row)
-            row = parents[row]
-        return path
-
-    def _logits(self, ids: list[int], positions: list[int], slots: list[int], rows: AttentionRows) -> Tensor:
-        hidden = self.decoder.forward(
-            torch.tensor(ids), torch.tensor(positions), self.physical(slots), rows, self.kv
-        )
-        return self.decoder.logits(hidden)
 
 
 def reference_logits(folder: Path, ids: list[int]) -> Tensor:
@@ -104,13 +42,6 @@ def reference_logits(folder: Path, ids: list[int]) -> Tensor:
 
 def random_ids(count: int, seed: int = 0) -> list[int]:
     return torch.randint(3, 250, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-def difference(found: Tensor, expected: Tensor) -> float:
-    assert found.dtype == torch.float32
-    assert found.shape == expected.shape
-    assert found.isfinite().all()
-    return float((found - expected).abs().max())
 
 
 @pytest.fixture(params=list(VARIANTS))
@@ -145,7 +76,7 @@ def test_tree_rows_equal_their_chains_in_transformers(folder: Path, paged: Paged
     paged.chunk(prompt, 0)
     logits = paged.tree(nodes, parents, len(prompt))
     for row in range(len(nodes)):
-        chain = [nodes[0], *(nodes[node] for node in Paged._path(parents, row))]
+        chain = [nodes[0], *(nodes[node] for node in Paged.path(parents, row))]
         expected = reference_logits(folder, prompt + chain)[-1]
         assert difference(logits[row], expected) <= TOLERANCE, f"row {row}"
 
@@ -158,9 +89,7 @@ def test_two_sequences_in_one_step_do_not_mix(tiny_llama: TinyLlama) -> None:
     prompts = [random_ids(9, seed=1), random_ids(14, seed=2)]
     positions = [p for prompt in prompts for p in range(len(prompt))]
     owner = [index for index, prompt in enumerate(prompts) for _ in prompt]
-    slots = [
-        int(table[s, p // PAGE_SIZE]) * PAGE_SIZE + p % PAGE_SIZE for s, p in zip(owner, positions, strict=True)
-    ]
+    slots = [int(table[s, p // PAGE_SIZE]) * PAGE_SIZE + p % PAGE_SIZE for s, p in zip(owner, positions, strict=True)]
     rows = AttentionRows(
         sequence=torch.tensor(owner, dtype=torch.int32),
         prefix_len=torch.tensor(positions, dtype=torch.int32) + 1,

@@ -49,19 +49,20 @@ class _AttentionArgs(ctypes.Structure):
 
 
 SIGNATURES = {
-    "spec_select": (ctypes.c_char_p, [ctypes.c_char_p]),
+    "spec_select": (_pointer, [ctypes.c_char_p]),
+    "spec_name": (ctypes.c_char_p, [_pointer]),
     "spec_huge_pages": (None, [_pointer, _size]),
     "spec_packed_bytes": (_size, [_size, _size, _int]),
     "spec_pack": (None, [_pointer, _pointer, _size, _size, _int, _int]),
-    "spec_linear": (None, [_pointer] * 3 + [_size] * 3 + [_int] * 3),
-    "spec_embed": (_int, [_pointer] * 3 + [_size] * 3 + [_int]),
-    "spec_rms_norm": (None, [_pointer] * 3 + [_size] * 2 + [ctypes.c_float, _int, _int]),
-    "spec_rope": (_int, [_pointer] * 4 + [_size] * 4 + [_int, _int]),
-    "spec_silu_mul": (None, [_pointer] * 2 + [_size] * 2 + [_int, _int]),
-    "spec_write_kv": (_int, [_pointer] * 5 + [_size] * 5 + [_int]),
+    "spec_linear": (None, [_pointer] * 4 + [_size] * 3 + [_int] * 3),
+    "spec_embed": (_int, [_pointer] * 4 + [_size] * 3 + [_int]),
+    "spec_rms_norm": (None, [_pointer] * 4 + [_size] * 2 + [ctypes.c_float, _int, _int]),
+    "spec_rope": (_int, [_pointer] * 5 + [_size] * 4 + [_int, _int]),
+    "spec_silu_mul": (None, [_pointer] * 3 + [_size] * 2 + [_int, _int]),
+    "spec_write_kv": (_int, [_pointer] * 6 + [_size] * 5 + [_int]),
     "spec_move_kv": (_int, [_pointer] * 3 + [_size] * 6 + [_int]),
-    "spec_attention": (_int, [ctypes.POINTER(_AttentionArgs), _size, _size, _int]),
-    "spec_noise": (None, [_pointer] * 3 + [_size] * 3 + [_pointer, _int]),
+    "spec_attention": (_int, [_pointer, ctypes.POINTER(_AttentionArgs), _size, _size, _int]),
+    "spec_noise": (None, [_pointer] * 4 + [_size] * 3 + [_pointer, _int]),
 }
 
 
@@ -102,9 +103,10 @@ class NativeOps:
 
     name = "native"
 
-    def __init__(self, library: ctypes.CDLL, isa: str) -> None:
+    def __init__(self, library: ctypes.CDLL, limit: str) -> None:
         self._lib = library
-        self.isa = isa
+        self._kernels: int = library.spec_select(limit.encode())
+        self.isa: str = library.spec_name(self._kernels).decode()
         self._arena: Tensor | None = None
         self._arena_used = 0
 
@@ -140,7 +142,7 @@ class NativeOps:
             raise TypeError(f"out_dtype must be bfloat16 or float32, not {out_dtype}")
         rows = x.shape[0]
         y = torch.empty(rows, packed.out_features, dtype=out_dtype)
-        self._lib.spec_linear(
+        self._lib.spec_linear(self._kernels, 
             x.data_ptr(), packed.pointer, y.data_ptr(), rows, packed.out_features, packed.in_features, packed.type,
             TYPES[out_dtype], torch.get_num_threads(),
         )  # fmt: skip
@@ -154,7 +156,13 @@ class NativeOps:
         y = torch.empty(ids.shape[0], table.shape[1], dtype=table.dtype)
         _raise(
             self._lib.spec_embed(
-                ids.data_ptr(), table.data_ptr(), y.data_ptr(), *y.shape[:1], *table.shape, TYPES[table.dtype]
+                self._kernels,
+                ids.data_ptr(),
+                table.data_ptr(),
+                y.data_ptr(),
+                *y.shape[:1],
+                *table.shape,
+                TYPES[table.dtype],
             )
         )
         return y
@@ -165,7 +173,14 @@ class NativeOps:
         _check("weight", weight, x.dtype, x.shape[1])
         y = torch.empty_like(x)
         self._lib.spec_rms_norm(
-            x.data_ptr(), weight.data_ptr(), y.data_ptr(), *x.shape, eps, TYPES[x.dtype], torch.get_num_threads()
+            self._kernels,
+            x.data_ptr(),
+            weight.data_ptr(),
+            y.data_ptr(),
+            *x.shape,
+            eps,
+            TYPES[x.dtype],
+            torch.get_num_threads(),
         )
         return y
 
@@ -180,7 +195,7 @@ class NativeOps:
         y = torch.empty_like(x)
         pointers = (x.data_ptr(), positions.data_ptr(), table.data_ptr(), y.data_ptr())
         threads = torch.get_num_threads()
-        _raise(self._lib.spec_rope(*pointers, rows, heads, dim, table.shape[0], TYPES[x.dtype], threads))
+        _raise(self._lib.spec_rope(self._kernels, *pointers, rows, heads, dim, table.shape[0], TYPES[x.dtype], threads))
         return y
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
@@ -191,7 +206,9 @@ class NativeOps:
             raise ValueError("gate_up must have an even number of columns")
         y = torch.empty(rows, twice // 2, dtype=gate_up.dtype)
         kind = TYPES[y.dtype]
-        self._lib.spec_silu_mul(gate_up.data_ptr(), y.data_ptr(), rows, twice // 2, kind, torch.get_num_threads())
+        self._lib.spec_silu_mul(
+            self._kernels, gate_up.data_ptr(), y.data_ptr(), rows, twice // 2, kind, torch.get_num_threads()
+        )
         return y
 
     def write_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
@@ -204,7 +221,7 @@ class NativeOps:
         _check("slots", slots, torch.int64, rows)
         pages, page_size = k_cache.shape[0], k_cache.shape[2]
         pointers = (k.data_ptr(), v.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), slots.data_ptr())
-        _raise(self._lib.spec_write_kv(*pointers, rows, pages, kv_heads, page_size, dim, TYPES[k.dtype]))
+        _raise(self._lib.spec_write_kv(self._kernels, *pointers, rows, pages, kv_heads, page_size, dim, TYPES[k.dtype]))
 
     def move_kv(self, kv: Tensor, source: Tensor, target: Tensor) -> None:
         """Copy slots `source` → `target` (int64 [n]) in all layers of kv [layers, 2, pages, kv_heads, page_size, dim].
@@ -233,7 +250,11 @@ class NativeOps:
         args.heads, args.kv_heads, args.dim = heads, k_cache.shape[1], dim
         args.page_size, args.q_stride, args.scale, args.type = k_cache.shape[2], heads * dim, scale, TYPES[q.dtype]
         threads = torch.get_num_threads()
-        _raise(self._lib.spec_attention(ctypes.byref(args), rows.page_table.shape[0], k_cache.shape[0], threads))
+        _raise(
+            self._lib.spec_attention(
+                self._kernels, ctypes.byref(args), rows.page_table.shape[0], k_cache.shape[0], threads
+            )
+        )
         return out
 
     def noise(self, seed: Tensor, draw_index: Tensor, choice: Tensor, purpose: int, vocab_size: int) -> Tensor:
@@ -241,7 +262,7 @@ class NativeOps:
         n = _check_keys(seed, draw_index, choice)
         out = torch.empty(n, vocab_size, dtype=torch.float32)
         pointers = (seed.data_ptr(), draw_index.data_ptr(), choice.data_ptr())
-        self._lib.spec_noise(*pointers, purpose, n, vocab_size, out.data_ptr(), torch.get_num_threads())
+        self._lib.spec_noise(self._kernels, *pointers, purpose, n, vocab_size, out.data_ptr(), torch.get_num_threads())
         return out
 
 
@@ -293,8 +314,7 @@ def load(cache: Path | None = None) -> NativeOps:
     limit = os.environ.get("SPECSERVE_NATIVE_ISA") or ISAS[-1]
     if limit not in ISAS:
         raise ValueError(f"SPECSERVE_NATIVE_ISA must be one of {', '.join(ISAS)}, not {limit!r}")
-    library = _library(build(cache))
-    return NativeOps(library, library.spec_select(limit.encode()).decode())
+    return NativeOps(_library(build(cache)), limit)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -186,7 +186,8 @@ def attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: AttentionRows, 
     out = torch.empty_like(q)
     for start in range(0, q.shape[0], ROW_BLOCK):
         block = slice(start, start + ROW_BLOCK)
-        out[block] = _attend_block(q[block], plan[block], pasts, k_cache.shape[1], scale)
+        with np.errstate(all="ignore"):
+            out[block] = _attend_block(q[block], plan[block], pasts, k_cache.shape[1], scale)
     return out
 
 
@@ -223,32 +224,37 @@ def _attend_block(q: Tensor, plan: list[_Row], pasts: dict[int, _Past], kv_heads
     num_rows, heads, dim = q.shape
     group = heads // kv_heads
     queries = _aligned_units(num_rows, kv_heads, group, dim)
-    queries.copy_(q.view(num_rows, kv_heads, group, dim))
+    queries[:] = q.float().view(queries.shape).numpy()
     pairs = [(index, row, split) for index, row in enumerate(plan) for split in range(row.num_splits)]
     operands = [_operands(row, split, pasts[row.sequence]) for _, row, split in pairs]
     scores = torch.empty(len(pairs), kv_heads, group, SPLIT)
-    for score, (index, _, _), (keys, _) in zip(scores, pairs, operands, strict=True):
-        torch.bmm(queries[index], keys.transpose(1, 2), out=score)
+    # numpy's BLAS runs products this small in one thread; torch's may wait milliseconds for a second one
+    for score, (index, _, _), (keys, _) in zip(scores.numpy(), pairs, operands, strict=True):
+        np.matmul(queries[index], keys.transpose(0, 2, 1), out=score)
     counts = torch.tensor([row.visible_len - split * SPLIT for _, row, split in pairs])
     hidden = torch.arange(SPLIT) >= counts[:, None]
     scores.mul_(scale).masked_fill_(hidden[:, None, None, :], -math.inf)
     probs = torch.softmax(scores, -1)
     outputs = _aligned_units(len(pairs), kv_heads, group, dim)
-    for output, prob, (_, values) in zip(outputs, probs, operands, strict=True):
-        torch.bmm(prob, values, out=output)
+    for output, prob, (_, values) in zip(outputs, probs.numpy(), operands, strict=True):
+        np.matmul(prob, values, out=output)
     # The largest probability is exp(0) / mass: no second reduction over the keys.
-    merged = _merge(outputs.flatten(1, 2), scores.amax(-1).flatten(1), probs.amax(-1).flatten(1).reciprocal(), plan)
+    masses = probs.amax(-1).reciprocal().flatten(1).numpy()
+    joined = outputs.reshape(len(pairs), heads, dim)
+    merged = _merge(joined, scores.amax(-1).flatten(1).numpy(), masses, plan)
     return merged.to(q.dtype)
 
 
-def _aligned_units(count: int, kv_heads: int, group: int, dim: int) -> Tensor:
+def _aligned_units(count: int, kv_heads: int, group: int, dim: int) -> Float32:
     """[count, kv_heads, group, dim] whose every unit starts on 64 bytes, whatever heads * dim is."""
-    stride = -(-kv_heads * group * dim // _ALIGN_FLOATS) * _ALIGN_FLOATS
-    buffer = torch.empty(count, stride)
-    return buffer.as_strided((count, kv_heads, group, dim), (stride, group * dim, dim, 1))
+    size = kv_heads * group * dim
+    stride = -(-size // _ALIGN_FLOATS) * _ALIGN_FLOATS
+    buffer = torch.empty(count, stride)  # torch aligns to 64 bytes, numpy to 16
+    units: Float32 = buffer.as_strided((count, kv_heads, group, dim), (stride, group * dim, dim, 1)).numpy()
+    return units
 
 
-def _operands(row: _Row, split: int, past: _Past) -> tuple[Tensor, Tensor]:
+def _operands(row: _Row, split: int, past: _Past) -> tuple[Float32, Float32]:
     """Keys and values [kv_heads, SPLIT, head_dim] of the row's positions in one split.
 
     Positions past the row's last hold anything in keys (their scores are masked) and finite values: a zero weight
@@ -256,38 +262,39 @@ def _operands(row: _Row, split: int, past: _Past) -> tuple[Tensor, Tensor]:
     """
     start = split * SPLIT
     stop = min(row.visible_len, start + SPLIT)
-    slots_stop = min(stop, row.prefix_len)
     if stop <= row.prefix_len and not past.tainted_within(start, stop):
-        return past.keys[split], past.clean_values[split]
-    keys, values = past.keys.new_zeros(past.keys.shape[1:]), past.values.new_zeros(past.values.shape[1:])
-    if slots_stop > start:
-        keys[:, : slots_stop - start] = past.keys[split, :, : slots_stop - start]
-        values[:, : slots_stop - start] = past.values[split, :, : slots_stop - start]
-    first = max(start, row.prefix_len)
-    for position in range(first, stop):
-        slot = row.tail[position - row.prefix_len]
-        keys[:, position - start] = past.keys[slot // SPLIT, :, slot % SPLIT]
-        values[:, position - start] = past.values[slot // SPLIT, :, slot % SPLIT]
-    return keys, values
+        return past.keys.numpy()[split], past.clean_values.numpy()[split]
+    prefix_stop = max(start, min(stop, row.prefix_len))
+    keys, values = (_own_split(source, row, start, prefix_stop, stop) for source in (past.keys, past.values))
+    return keys.numpy(), values.numpy()
 
 
-def _merge(outputs: Tensor, peaks: Tensor, masses: Tensor, plan: list[_Row]) -> Tensor:
+def _own_split(source: Tensor, row: _Row, start: int, prefix_stop: int, stop: int) -> Tensor:
+    """Positions [start, stop) of a row: prefix slots up to `prefix_stop`, tail slots after, zero past `stop`."""
+    own = torch.zeros(source.shape[1:])
+    if prefix_stop > start:
+        own[:, : prefix_stop - start] = source[start // SPLIT, :, : prefix_stop - start]
+    if stop > prefix_stop:
+        slots = torch.tensor(row.tail[prefix_stop - row.prefix_len : stop - row.prefix_len])
+        own[:, prefix_stop - start : stop - start] = source[slots // SPLIT, :, slots % SPLIT].transpose(0, 1)
+    return own
+
+
+def _merge(outputs: Float32, peaks: Float32, masses: Float32, plan: list[_Row]) -> Tensor:
     """Join each row's splits, first to last: outputs [pairs, heads, dim], peaks and masses [pairs, heads]."""
     lengths = np.array([row.num_splits for row in plan])
     first = np.cumsum(lengths) - lengths
-    output, peak, mass = outputs.numpy(), peaks.numpy(), masses.numpy()
-    total, top, weight = output[first] * mass[first][..., None], peak[first], mass[first]
-    with np.errstate(all="ignore"):
-        for split in range(1, int(lengths.max())):
-            rows = np.flatnonzero(lengths > split)
-            pair = first[rows] + split
-            higher = np.maximum(top[rows], peak[pair])
-            old, new = np.exp(top[rows] - higher), np.exp(peak[pair] - higher) * mass[pair]
-            total[rows] = total[rows] * old[..., None] + output[pair] * new[..., None]
-            weight[rows] = weight[rows] * old + new
-            top[rows] = higher
-        # + 0 turns −0 into +0: the sign of an all-zero sum may tell what padded it
-        return torch.from_numpy(total / weight[..., None] + np.float32(0.0))
+    total, top, weight = outputs[first] * masses[first][..., None], peaks[first], masses[first]
+    for split in range(1, int(lengths.max())):
+        rows = np.flatnonzero(lengths > split)
+        pair = first[rows] + split
+        higher = np.maximum(top[rows], peaks[pair])
+        old, new = np.exp(top[rows] - higher), np.exp(peaks[pair] - higher) * masses[pair]
+        total[rows] = total[rows] * old[..., None] + outputs[pair] * new[..., None]
+        weight[rows] = weight[rows] * old + new
+        top[rows] = higher
+    # + 0 turns −0 into +0: the sign of an all-zero sum may tell what padded it
+    return torch.from_numpy(total / weight[..., None] + np.float32(0.0))
 
 
 _PHILOX_ROUNDS = 10

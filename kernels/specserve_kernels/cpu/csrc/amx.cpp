@@ -8,6 +8,9 @@
 namespace spec {
 namespace amx {
 
+// GCC's tile intrinsics do not say that they read memory: stores before them must be finished by hand.
+static inline void finish_stores() { __asm__ volatile("" ::: "memory"); }
+
 struct alignas(64) TileConfig {
   uint8_t palette, start_row, reserved[14];
   uint16_t bytes[16];
@@ -23,6 +26,7 @@ static void thread_begin() {
     c.bytes[i] = 64;
     c.rows[i] = 16;
   }
+  __asm__ volatile("" : : "r"(&c) : "memory");
   _tile_loadconfig(&c);
 }
 
@@ -93,6 +97,7 @@ static void gemm_tiles(const Gemm& g, int tid, int nth) {
   for (int64_t t = 0; t < count; t++)
     tile[t] = RowTile{t * 16 < from ? (const bf16*)g.x + t * 16 * g.k : copy + (t * 16 - from) * kp, kp * 2,
                       lesser(16, g.m - t * 16)};
+  finish_stores();
   for (int64_t n = first; n < last; n++) {
     const bf16* p = (const bf16*)g.packed + n * kp * kPanel;
     int64_t t = 0;

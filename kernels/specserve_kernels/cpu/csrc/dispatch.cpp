@@ -17,8 +17,6 @@
 
 namespace spec {
 
-static const Kernels* kernels = nullptr;
-
 enum Reason : int { kOk = 0, kBadId = 1, kBadPosition = 2, kBadSlot = 3, kBadSequence = 4, kBadPage = 5, kBadLength = 6 };
 
 // Threads of one parallel region wait for each other here: spinning first, giving the core away after a while, since
@@ -51,16 +49,17 @@ class Barrier {
 };
 
 struct Team {
+  const Kernels* kernels;
   int tid, nth;
   Barrier* barrier;
 };
 
 template <class Body>
-static void parallel(int threads, Body body) {
+static void parallel(const Kernels* kernels, int threads, Body body) {
   if (threads <= 1) {
     Barrier barrier(1);
     kernels->thread_begin();
-    body(Team{0, 1, &barrier});
+    body(Team{kernels, 0, 1, &barrier});
     kernels->thread_end();
     return;
   }
@@ -70,7 +69,7 @@ static void parallel(int threads, Body body) {
 #pragma omp single
     barrier = new Barrier(omp_get_num_threads());
     kernels->thread_begin();
-    body(Team{omp_get_thread_num(), omp_get_num_threads(), barrier});
+    body(Team{kernels, omp_get_thread_num(), omp_get_num_threads(), barrier});
     kernels->thread_end();
   }
   delete barrier;
@@ -92,7 +91,7 @@ struct AttentionPlan {
   std::vector<float> partials;
 };
 
-static AttentionPlan plan_attention(const AttentionArgs& a, int threads) {
+static AttentionPlan plan_attention(const Kernels* kernels, const AttentionArgs& a, int threads) {
   AttentionPlan plan;
   const int64_t group = a.heads / a.kv_heads, rows = group >= 16 ? 1 : 16 / group;
   for (int64_t r = 0; r < a.rows;) {
@@ -128,10 +127,10 @@ static void attention_whole(const AttentionArgs& a, const AttentionPlan& plan, T
     const int64_t kv_head = u / blocks;
     const Partial p = partial_at(state + plan.partial);
     for (int64_t s = 0; s * kSplit < b.keys; s++) {
-      kernels->attention_split(a, b, kv_head, s, scratch, p);
-      kernels->attention_merge(a, b, state, p, s == 0);
+      team.kernels->attention_split(a, b, kv_head, s, scratch, p);
+      team.kernels->attention_merge(a, b, state, p, s == 0);
     }
-    kernels->attention_store(a, b, kv_head, state);
+    team.kernels->attention_store(a, b, kv_head, state);
   }
 }
 
@@ -143,13 +142,13 @@ static void attention_by_split(const AttentionArgs& a, AttentionPlan& plan, Team
     for (int64_t i = 0; i < blocks; i++)
       for (int64_t s = 0; s * kSplit < plan.blocks[i].keys; s++, unit++)
         if (unit % team.nth == team.tid)
-          kernels->attention_split(a, plan.blocks[i], h, s, scratch, partial_at(partials + unit * plan.partial));
+          team.kernels->attention_split(a, plan.blocks[i], h, s, scratch, partial_at(partials + unit * plan.partial));
   team.barrier->wait();
   for (int64_t u = team.tid; u < blocks * a.kv_heads; u += team.nth) {
     const int64_t h = u / blocks, i = u % blocks, first = h * plan.splits + plan.first_split[i];
     for (int64_t s = 0; s * kSplit < plan.blocks[i].keys; s++)
-      kernels->attention_merge(a, plan.blocks[i], state, partial_at(partials + (first + s) * plan.partial), s == 0);
-    kernels->attention_store(a, plan.blocks[i], h, state);
+      team.kernels->attention_merge(a, plan.blocks[i], state, partial_at(partials + (first + s) * plan.partial), s == 0);
+    team.kernels->attention_store(a, plan.blocks[i], h, state);
   }
 }
 
@@ -219,8 +218,8 @@ using namespace spec;
 extern "C" {
 
 // The best table of kernels up to `limit` (plain, avx512, amx); its name. Asks the kernel for the tile registers.
-const char* spec_select(const char* limit) {
-  kernels = plain_kernels();
+const Kernels* spec_select(const char* limit) {
+  const Kernels* kernels = plain_kernels();
 #ifdef SPEC_X86
   __builtin_cpu_init();
   const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
@@ -236,8 +235,10 @@ const char* spec_select(const char* limit) {
 #else
   (void)limit;
 #endif
-  return kernels->name;
+  return kernels;
 }
+
+const char* spec_name(const Kernels* kernels) { return kernels->name; }
 
 void spec_huge_pages(void* p, int64_t bytes) {
 #ifdef MADV_HUGEPAGE
@@ -273,45 +274,45 @@ void spec_pack(const void* w, void* packed, int64_t n, int64_t k, int type, int 
   }
 }
 
-void spec_linear(const void* x, const void* packed, void* y, int64_t m, int64_t n, int64_t k, int type, int out_type,
+void spec_linear(const Kernels* kernels, const void* x, const void* packed, void* y, int64_t m, int64_t n, int64_t k, int type, int out_type,
                  int threads) {
   const Gemm g{x, packed, y, m, n, k, type, out_type, 0};
-  parallel(threads, [&](Team t) { kernels->gemm(g, t.tid, t.nth); });
+  parallel(kernels, threads, [&](Team t) { kernels->gemm(g, t.tid, t.nth); });
 }
 
-int spec_embed(const int64_t* ids, const void* table, void* y, int64_t rows, int64_t vocab, int64_t dim, int type) {
+int spec_embed(const Kernels* kernels, const int64_t* ids, const void* table, void* y, int64_t rows, int64_t vocab, int64_t dim, int type) {
   const int bad = check_range(ids, rows, vocab, kBadId);
   if (!bad) kernels->embed(ids, table, y, rows, dim, type, 0, 1);
   return bad;
 }
 
-void spec_rms_norm(const void* x, const void* w, void* y, int64_t rows, int64_t dim, float eps, int type, int threads) {
-  parallel(rows * dim < 32768 ? 1 : threads,
+void spec_rms_norm(const Kernels* kernels, const void* x, const void* w, void* y, int64_t rows, int64_t dim, float eps, int type, int threads) {
+  parallel(kernels, rows * dim < 32768 ? 1 : threads,
            [&](Team t) { kernels->rms_norm(x, w, y, rows, dim, eps, type, t.tid, t.nth); });
 }
 
-int spec_rope(const void* x, const int64_t* positions, const float* table, void* y, int64_t rows, int64_t heads,
+int spec_rope(const Kernels* kernels, const void* x, const int64_t* positions, const float* table, void* y, int64_t rows, int64_t heads,
               int64_t dim, int64_t table_rows, int type, int threads) {
   const int bad = check_range(positions, rows, table_rows, kBadPosition);
   if (bad) return bad;
-  parallel(rows * heads * dim < 32768 ? 1 : threads, [&](Team t) {
+  parallel(kernels, rows * heads * dim < 32768 ? 1 : threads, [&](Team t) {
     kernels->rope(x, positions, table, y, rows, heads, dim, heads * dim, heads * dim, type, t.tid, t.nth);
   });
   return kOk;
 }
 
-void spec_silu_mul(const void* x, void* y, int64_t rows, int64_t inner, int type, int threads) {
-  parallel(rows * inner < 8192 ? 1 : threads,
+void spec_silu_mul(const Kernels* kernels, const void* x, void* y, int64_t rows, int64_t inner, int type, int threads) {
+  parallel(kernels, rows * inner < 8192 ? 1 : threads,
            [&](Team t) { kernels->silu_mul(x, y, rows, inner, type, t.tid, t.nth); });
 }
 
-int spec_write_kv(const void* k, const void* v, void* k_cache, void* v_cache, const int64_t* slots, int64_t rows,
+int spec_write_kv(const Kernels* kernels, const void* k, const void* v, void* k_cache, void* v_cache, const int64_t* slots, int64_t rows,
                   int64_t pages, int64_t kv_heads, int64_t page_size, int64_t dim, int type) {
   const int bad = check_range(slots, rows, pages * page_size, kBadSlot);
   if (bad) return bad;
   Barrier barrier(1);
-  write_rows(k, kv_heads * dim, k_cache, slots, rows, kv_heads, page_size, dim, type, Team{0, 1, &barrier});
-  write_rows(v, kv_heads * dim, v_cache, slots, rows, kv_heads, page_size, dim, type, Team{0, 1, &barrier});
+  write_rows(k, kv_heads * dim, k_cache, slots, rows, kv_heads, page_size, dim, type, Team{kernels, 0, 1, &barrier});
+  write_rows(v, kv_heads * dim, v_cache, slots, rows, kv_heads, page_size, dim, type, Team{kernels, 0, 1, &barrier});
   return kOk;
 }
 
@@ -338,17 +339,17 @@ int spec_move_kv(void* kv, const int64_t* source, const int64_t* target, int64_t
   return kOk;
 }
 
-int spec_attention(const AttentionArgs* a, int64_t sequences, int64_t pages, int threads) {
+int spec_attention(const Kernels* kernels, const AttentionArgs* a, int64_t sequences, int64_t pages, int threads) {
   const int bad = check_attention(*a, sequences, pages);
   if (bad || !a->rows) return bad;
-  AttentionPlan plan = plan_attention(*a, threads);
-  parallel(threads, [&](Team t) { run_attention(*a, plan, t); });
+  AttentionPlan plan = plan_attention(kernels, *a, threads);
+  parallel(kernels, threads, [&](Team t) { run_attention(*a, plan, t); });
   return kOk;
 }
 
-void spec_noise(const int64_t* seed, const int64_t* index, const int64_t* choice, int64_t purpose, int64_t n,
+void spec_noise(const Kernels* kernels, const int64_t* seed, const int64_t* index, const int64_t* choice, int64_t purpose, int64_t n,
                 int64_t vocab, float* out, int threads) {
-  parallel(n < threads ? (int)n : threads, [&](Team t) {
+  parallel(kernels, n < threads ? (int)n : threads, [&](Team t) {
     for (int64_t i = t.tid; i < n; i += t.nth)
       kernels->noise(seed[i], index[i], choice[i], purpose, vocab, out + i * vocab);
   });

@@ -1,0 +1,5 @@
+"""`python -m specserve.cli` is `specserve`."""
+
+from specserve.cli import main
+
+main()

@@ -1,0 +1,211 @@
+"""`specserve generate` and `specserve chat`: one prompt, or a conversation, on an engine in this process."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from specserve.cli import options
+from specserve.cli.pull import progress_bar
+from specserve.config import SpeculationConfig
+from specserve.errors import InvalidRequest
+from specserve.request import Delta, Finished, SamplingParams, SpeculationStats, Timing
+
+if TYPE_CHECKING:
+    from specserve.llm import LLM, CompletionOutput, RequestOutput
+
+Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
+Seed = Annotated[int | None, typer.Option(help="Equal seeds give equal ids. [default: fresh bits, reported]")]
+MaxTokens = Annotated[int | None, typer.Option(help="Length of an answer. [default: what fits]")]
+TopK = Annotated[int, typer.Option(help="Keep this many tokens; 0 = off.")]
+TopP = Annotated[float, typer.Option(help="Keep the likeliest tokens of this mass; 1 = off.")]
+MinP = Annotated[float, typer.Option(help="Drop tokens below this share of the likeliest; 0 = off.")]
+Stop = Annotated[list[str] | None, typer.Option(help="End the answer before this text; may be repeated.")]
+SPECULATION_KEYS = (
+    "drafter",
+    "num_steps",
+    "num_drafts",
+    "num_draft_tokens",
+    "num_accepted_tokens",
+    "acceptance_length",
+    "accepted_per_position",
+    "drafted_per_position",
+    "inactive_reason",
+)
+
+
+def generate(
+    prompt: Annotated[str, typer.Argument(help="What to answer.")],
+    model: options.Model = "demo",
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is: no chat template.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    n: Annotated[int, typer.Option(help="Answers to draw.")] = 1,
+    temperature: Temperature = 0.0,
+    seed: Seed = None,
+    max_tokens: MaxTokens = None,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
+    stop: Stop = None,
+    speculate: options.Speculate = None,
+    num_draft_tokens: options.NumDraftTokens = None,
+    dtype: options.Dtype = None,
+    max_model_len: options.MaxModelLen = None,
+    block_size: options.BlockSize = None,
+    kv_cache_gib: options.KvCacheGib = None,
+    threads: options.Threads = None,
+    kernels: options.Kernels = None,
+) -> None:
+    """Answer one prompt, printing its tokens as they come."""
+    params = _params(n, temperature, seed, max_tokens, top_k, top_p, min_p, stop)
+    llm = _load(
+        model, speculate, num_draft_tokens,
+        dtype=dtype, max_model_len=max_model_len, page_size=block_size, kv_cache_gib=kv_cache_gib,
+        threads=threads, kernels=kernels,
+    )  # fmt: skip
+    tokenizer = llm.built.tokenizer
+    ids = tokenizer.encode(prompt) if raw else tokenizer.encode_chat([{"role": "user", "content": prompt}])
+    if as_json:
+        print(json.dumps(answer_json(llm.generate([ids], params)[0]), ensure_ascii=False))
+    elif n == 1:
+        _stream(llm, ids, params)
+    else:
+        for choice in llm.generate([ids], params)[0].outputs:
+            print(f"[{choice.index}] {choice.text}")
+
+
+def chat(
+    model: options.Model = "demo",
+    temperature: Temperature = 0.7,
+    seed: Seed = None,
+    max_tokens: MaxTokens = None,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
+    stop: Stop = None,
+    speculate: options.Speculate = None,
+    num_draft_tokens: options.NumDraftTokens = None,
+    dtype: options.Dtype = None,
+    max_model_len: options.MaxModelLen = None,
+    block_size: options.BlockSize = None,
+    kv_cache_gib: options.KvCacheGib = None,
+    threads: options.Threads = None,
+    kernels: options.Kernels = None,
+) -> None:
+    """Talk to a model; Ctrl-C stops an answer, Ctrl-D ends the conversation."""
+    params = _params(1, temperature, seed, max_tokens, top_k, top_p, min_p, stop)
+    llm = _load(
+        model, speculate, num_draft_tokens,
+        dtype=dtype, max_model_len=max_model_len, page_size=block_size, kv_cache_gib=kv_cache_gib,
+        threads=threads, kernels=kernels,
+    )  # fmt: skip
+    history: list[dict[str, str]] = []
+    while (said := _ask_user()) is not None:
+        if said.strip():
+            _take_turn(llm, history, said, params)
+
+
+def _ask_user() -> str | None:
+    try:
+        return input("> ")
+    except (EOFError, KeyboardInterrupt):
+        print(file=sys.stderr)
+        return None
+
+
+def _take_turn(llm: LLM, history: list[dict[str, str]], said: str, params: SamplingParams) -> None:
+    """Answer, and remember both sides; a turn that is refused is forgotten, so that the next one may fit."""
+    history.append({"role": "user", "content": said})
+    try:
+        answer = _stream(llm, llm.built.tokenizer.encode_chat(history), params)
+    except InvalidRequest as error:
+        history.pop()
+        print(f"specserve: {error.message}", file=sys.stderr)
+    else:
+        history.append({"role": "assistant", "content": answer})
+
+
+def _stream(llm: LLM, ids: Sequence[int], params: SamplingParams) -> str:
+    """Print an answer token by token, then a line about it on stderr; Ctrl-C cuts it short. Returns its text."""
+    pieces: list[str] = []
+    end: Finished | None = None
+    events = llm.stream(ids, params)
+    try:
+        for event in events:
+            text = ""
+            if isinstance(event, Delta):
+                text = "".join(token.text for token in event.tokens)
+            elif isinstance(event, Finished):
+                end, text = event, event.tail_text
+            pieces.append(text)
+            print(text, end="", flush=True)
+    except KeyboardInterrupt:
+        pass
+    print()
+    summary = "stopped" if end is None else told(end.usage.completion_tokens, end.timing, end.speculation)
+    print(f"[{summary}]", file=sys.stderr)
+    return "".join(pieces)
+
+
+def told(num_tokens: int, timing: Timing, stats: SpeculationStats) -> str:
+    """An answer's numbers on one line."""
+    first = f", {timing.ttft_ms:.0f} ms to first token" if timing.ttft_ms is not None else ""
+    each = f", {timing.tpot_ms:.1f} ms per token" if timing.tpot_ms is not None else ""
+    return f"{num_tokens} tokens{first}{each}, acceptance length {stats.acceptance_length:.2f} ({stats.drafter})"
+
+
+def answer_json(output: RequestOutput) -> dict[str, Any]:
+    """The object that `--json` prints: choice 0, and all of them under `choices` if there are several."""
+    found = _choice_json(output.outputs[0], output.seed)
+    if len(output.outputs) > 1:
+        found["choices"] = [{"index": c.index, **_choice_json(c, output.seed)} for c in output.outputs]
+    return found
+
+
+def _choice_json(choice: CompletionOutput, seed: int) -> dict[str, Any]:
+    usage, stats, timing = choice.metrics.usage, choice.metrics.speculation, choice.metrics.timing
+    return {
+        "text": choice.text,
+        "token_ids": list(choice.token_ids),
+        "finish_reason": choice.finish_reason,
+        "seed": seed,
+        "usage": {name: getattr(usage, name) for name in ("prompt_tokens", "completion_tokens", "cached_tokens")},
+        "speculation": {name: getattr(stats, name) for name in SPECULATION_KEYS},
+        "timing": {name: getattr(timing, name) for name in ("queue_ms", "ttft_ms", "tpot_ms", "e2e_ms")},
+    }
+
+
+def _params(
+    n: int,
+    temperature: float,
+    seed: int | None,
+    max_tokens: int | None,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    stop: list[str] | None,
+) -> SamplingParams:
+    return SamplingParams(
+        n=n, temperature=temperature, seed=seed, max_tokens=max_tokens,
+        top_k=top_k, top_p=top_p, min_p=min_p, stop=tuple(stop or ()),
+    )  # fmt: skip
+
+
+def _load(model: str, speculate: str | None, num_draft_tokens: int | None, **engine: Any) -> LLM:
+    """An engine in this process; the options are judged before anything is fetched.
+
+    Raises:
+        SpecserveError: an option is refused, or the model cannot be had or used.
+    """
+    speculation = SpeculationConfig(**options.given(drafter=speculate, num_draft_tokens=num_draft_tokens))
+    options.engine_config(model=model, **engine)
+    from specserve.llm import LLM
+    from specserve.models.hub import resolve_model
+
+    with progress_bar() as progress:
+        resolve_model(model, progress)
+    return LLM(model=model, speculation=speculation, **options.given(**engine))

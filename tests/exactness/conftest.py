@@ -1,0 +1,24 @@
+"""One tiny model for all exactness tests, and one thread: contention between test runs costs more than it gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from harness import sharpen
+
+
+@pytest.fixture(scope="session")
+def sharp_llama(tiny_llama: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random Llama whose answers repeat enough that an n-gram guess is sometimes right."""
+    return sharpen(tiny_llama(tied=False, hidden=64), tmp_path_factory.mktemp("sharp") / "llama")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
