@@ -11,7 +11,8 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Protocol
 
-from specserve.request import FinishReason, SamplingParams, Sequence
+from specserve.events import Delta, Finished, FinishReason, Started, Timing, Token, TokenLogprobs, Usage
+from specserve.request import SamplingParams, Sequence
 
 
 class TextDecoder(Protocol):
@@ -106,3 +107,84 @@ def cut(sequence: Sequence, run: SequenceOf[int], text: AnswerText, stops: froze
         if len(kept) == allowed:
             return Cut(token_ids=tuple(kept), texts=tuple(texts), reason=FinishReason.LENGTH)
     return Cut(token_ids=tuple(kept), texts=tuple(texts))
+
+
+@dataclass(slots=True)
+class Times:
+    """When a request was submitted and first planned, in engine seconds; shared by its choices."""
+
+    submitted_at: float
+    planned_at: float | None = None
+
+    def plan(self, now: float) -> None:
+        if self.planned_at is None:
+            self.planned_at = now
+
+    @property
+    def queue_ms(self) -> float:
+        return 0.0 if self.planned_at is None else 1e3 * (self.planned_at - self.submitted_at)
+
+
+@dataclass(slots=True, eq=False)
+class Choice:
+    """One answer in the making."""
+
+    sequence: Sequence
+    text: AnswerText
+    stops: frozenset[int]
+    times: Times
+    first_token_at: float | None = None
+
+
+def started(choice: Choice, numerics: str) -> Started:
+    """The first event of a request, told by the first choice that has a token."""
+    sequence = choice.sequence
+    return Started(
+        request_id=sequence.request.request_id,
+        prompt_tokens=sequence.prompt_len,
+        cached_tokens=sequence.cached_tokens or 0,
+        queue_ms=choice.times.queue_ms,
+        seed=sequence.seed,
+        numerics=numerics,
+        verification="coupled",
+        drafter=sequence.stats.drafter,
+    )
+
+
+def delta(choice: Choice, kept: Cut, num_drafted: int, logprobs: SequenceOf[TokenLogprobs] | None, now: float) -> Delta:
+    """What one step committed; the first `num_drafted` tokens were drafts."""
+    if choice.first_token_at is None:
+        choice.first_token_at = now
+    tokens = tuple(
+        Token(token_id=token_id, text=text, drafted=i < num_drafted, logprobs=logprobs[i] if logprobs else None)
+        for i, (token_id, text) in enumerate(zip(kept.token_ids, kept.texts, strict=True))
+    )
+    sequence = choice.sequence
+    return Delta(request_id=sequence.request.request_id, index=sequence.choice, tokens=tokens, time=now)
+
+
+def finished(choice: Choice, kept: Cut, now: float) -> Finished:
+    """The last event of a choice; text that is still held comes out unless a stop string claimed it."""
+    if kept.reason is None or choice.first_token_at is None:
+        raise ValueError("the answer goes on")
+    sequence, start = choice.sequence, choice.times.submitted_at
+    num_after_first = sequence.num_output - 1
+    return Finished(
+        request_id=sequence.request.request_id,
+        index=sequence.choice,
+        reason=kept.reason,
+        tail_text="" if isinstance(kept.stop_match, str) else choice.text.flush(),
+        usage=Usage(
+            prompt_tokens=sequence.prompt_len,
+            completion_tokens=sequence.num_output,
+            cached_tokens=sequence.cached_tokens or 0,
+        ),
+        speculation=sequence.stats,
+        timing=Timing(
+            queue_ms=choice.times.queue_ms,
+            ttft_ms=1e3 * (choice.first_token_at - start),
+            tpot_ms=1e3 * (now - choice.first_token_at) / num_after_first if num_after_first else None,
+            e2e_ms=1e3 * (now - start),
+        ),
+        stop_match=kept.stop_match,
+    )

@@ -21,3 +21,15 @@ def budget(sequence: Sequence, config: SpeculationConfig) -> int:
         return 0
     wanted = sequence.request.speculation.num_draft_tokens
     return config.num_draft_tokens if wanted is None else wanted
+
+
+def inactive_reason(sequence: Sequence, config: SpeculationConfig) -> str:
+    """Why a finished sequence verified no draft at all, when nothing went wrong."""
+    drafter = drafter_of(sequence, config)
+    if drafter == "off":
+        return "speculation is off"
+    if not budget(sequence, config):
+        return "num_draft_tokens is 0"
+    if not sequence.stats.num_steps:
+        return "the answer ended with its first token"
+    return f"drafter {drafter!r} proposed nothing"

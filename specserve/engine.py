@@ -12,11 +12,12 @@ import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from specserve import batch, commit, controller
 from specserve.batch import Span, StepBatch
-from specserve.commit import AnswerText, Cut, TextDecoder
+from specserve.commit import AnswerText, Choice, Cut, TextDecoder, Times
 from specserve.config import EngineConfig, ModelLimits
 from specserve.errors import (
     Cancelled,
@@ -27,24 +28,12 @@ from specserve.errors import (
     NumericFault,
     Overloaded,
 )
+from specserve.events import Event, Failed, FinishReason
 from specserve.metrics import EngineMetrics, count_step
 from specserve.pages import PagePool, PageTable
 from specserve.prefix import PrefixIndex
 from specserve.proposal import EMPTY_TREE, Drafter, DraftRow, DraftTree, StepResult
-from specserve.request import (
-    Delta,
-    Event,
-    Failed,
-    Finished,
-    FinishReason,
-    Request,
-    Sequence,
-    Started,
-    Timing,
-    Token,
-    Usage,
-    validate,
-)
+from specserve.request import Request, Sequence, validate
 from specserve.sample import Draw, draw_tokens, token_logprobs
 from specserve.scheduler import PlannedRows, Scheduler, StepPlan
 from specserve.verify import walk
@@ -62,23 +51,12 @@ class TextSource(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class _Choice:
-    """One answer in the making."""
-
-    sequence: Sequence
-    text: AnswerText
-    stops: frozenset[int]
-    first_token_at: float = 0.0
-
-
-@dataclass(slots=True, eq=False)
 class _Active:
     """One request in flight; `choices` are those not finished yet, by sequence."""
 
     request: Request
-    submitted_at: float
-    choices: dict[Sequence, _Choice] = field(default_factory=dict)
-    planned_at: float | None = None
+    times: Times
+    choices: dict[Sequence, Choice] = field(default_factory=dict)
     started: bool = False
 
 
@@ -109,7 +87,8 @@ class Engine:
         self.metrics = EngineMetrics()
         self.pool = PagePool(limits.pool_tokens // limits.page_size, limits.page_size)
         self.index = PrefixIndex(self.pool) if config.cache.enable_prefix_caching else None
-        self.scheduler = Scheduler(config.scheduler, self.pool, self.index, limits.max_model_len, self._budget)
+        budget = partial(controller.budget, config=config.speculation)
+        self.scheduler = Scheduler(config.scheduler, self.pool, self.index, limits.max_model_len, budget)
         self._runner = runner
         self._ops = ops
         self._tokenizer = tokenizer
@@ -143,7 +122,7 @@ class Engine:
             num_siblings=params.n - 1,
         )
         self._arrivals += 1
-        active = _Active(request, self.clock())
+        active = _Active(request, Times(submitted_at=self.clock()))
         self._active[request.request_id] = active
         self._open_choice(active, sequence)
         self.scheduler.add(sequence)
@@ -174,11 +153,9 @@ class Engine:
     def _open_choice(self, active: _Active, sequence: Sequence) -> None:
         params = active.request.params
         sequence.stats.drafter = controller.drafter_of(sequence, self.config.speculation)
-        active.choices[sequence] = _Choice(
-            sequence=sequence,
-            text=AnswerText(self._tokenizer.incremental(), params),
-            stops=commit.stop_ids(params, self.limits.eos_token_ids),
-        )
+        text = AnswerText(self._tokenizer.incremental(), params)
+        stops = commit.stop_ids(params, self.limits.eos_token_ids)
+        active.choices[sequence] = Choice(sequence=sequence, text=text, stops=stops, times=active.times)
 
     def _fail(self, active: _Active, error: Exception, reason: FinishReason = FinishReason.ERROR) -> None:
         for sequence in active.choices:
@@ -209,8 +186,7 @@ class Engine:
         plan = self.scheduler.plan()
         self.metrics.num_preemptions += len(plan.preempted)
         for rows in plan.rows:
-            active = self._active[rows.sequence.request.request_id]
-            active.planned_at = now if active.planned_at is None else active.planned_at
+            self._active[rows.sequence.request.request_id].times.plan(now)
         if plan.rows:
             try:
                 self._run(plan)
@@ -245,9 +221,6 @@ class Engine:
             self._commit(span, result, drawn.get(span.sequence))
 
     # ---- drafting
-
-    def _budget(self, sequence: Sequence) -> int:
-        return controller.budget(sequence, self.config.speculation)
 
     def _view(self, sequence: Sequence) -> DraftRow:
         request = sequence.request
@@ -328,7 +301,7 @@ class Engine:
         depths = [0, *span.tree.depths()]
         return [draw(span.first_logit + i, next_index + depth, sequence.choice) for i, depth in enumerate(depths)]
 
-    def _choice_of(self, sequence: Sequence) -> _Choice:
+    def _choice_of(self, sequence: Sequence) -> Choice:
         return self._active[sequence.request.request_id].choices[sequence]
 
     # ---- committing
@@ -442,84 +415,27 @@ class Engine:
         """Append the kept tokens, publish full pages, and turn the cut into events."""
         now = self.clock()
         choice = self._choice_of(sequence)
-        if not sequence.has_token:
-            choice.first_token_at = now
         sequence.token_ids += kept.token_ids
         self._publish_pages(sequence)
         self.metrics.num_output_tokens += len(kept.token_ids)
         if not active.started:
             active.started = True
-            self._events.append(self._started(active, sequence))
-        wants_logprobs = sequence.request.params.logprobs is not None
-        tokens = tuple(
-            Token(
-                token_id=token_id,
-                text=text,
-                drafted=i < num_drafted,
-                logprobs=token_logprobs(result.logits, draws[i], token_id) if wants_logprobs else None,
-            )
-            for i, (token_id, text) in enumerate(zip(kept.token_ids, kept.texts, strict=True))
-        )
-        request_id = sequence.request.request_id
-        self._events.append(Delta(request_id=request_id, index=sequence.choice, tokens=tokens, time=now))
+            self._events.append(commit.started(choice, self.config.numerics))
+        logprobs = None
+        if sequence.request.params.logprobs is not None:
+            logprobs = [token_logprobs(result.logits, *pair) for pair in zip(draws, kept.token_ids, strict=False)]
+        self._events.append(commit.delta(choice, kept, num_drafted, logprobs, now))
         if kept.reason is not None:
             self._finish(active, choice, kept, now)
 
-    def _started(self, active: _Active, sequence: Sequence) -> Started:
-        return Started(
-            request_id=sequence.request.request_id,
-            prompt_tokens=sequence.prompt_len,
-            cached_tokens=sequence.cached_tokens or 0,
-            queue_ms=self._queue_ms(active),
-            seed=sequence.seed,
-            numerics=self.config.numerics,
-            verification="coupled",
-            drafter=sequence.stats.drafter,
-        )
-
-    def _queue_ms(self, active: _Active) -> float:
-        planned_at = active.submitted_at if active.planned_at is None else active.planned_at
-        return 1e3 * (planned_at - active.submitted_at)
-
-    def _finish(self, active: _Active, choice: _Choice, kept: Cut, now: float) -> None:
+    def _finish(self, active: _Active, choice: Choice, kept: Cut, now: float) -> None:
         sequence = choice.sequence
-        assert kept.reason is not None
         self._drop(sequence)
         del active.choices[sequence]
-        self.metrics.count_finish(kept.reason)
-        stopped_by_text = isinstance(kept.stop_match, str)
-        if not sequence.stats.num_drafts and sequence.stats.inactive_reason is None:
-            sequence.stats.inactive_reason = self._why_inactive(sequence)
-        num_after_first = sequence.num_output - 1
-        self._events.append(
-            Finished(
-                request_id=sequence.request.request_id,
-                index=sequence.choice,
-                reason=kept.reason,
-                tail_text="" if stopped_by_text else choice.text.flush(),
-                usage=Usage(
-                    prompt_tokens=sequence.prompt_len,
-                    completion_tokens=sequence.num_output,
-                    cached_tokens=sequence.cached_tokens or 0,
-                ),
-                speculation=sequence.stats,
-                timing=Timing(
-                    queue_ms=self._queue_ms(active),
-                    ttft_ms=1e3 * (choice.first_token_at - active.submitted_at),
-                    tpot_ms=1e3 * (now - choice.first_token_at) / num_after_first if num_after_first else None,
-                    e2e_ms=1e3 * (now - active.submitted_at),
-                ),
-                stop_match=kept.stop_match,
-            )
-        )
         if not active.choices:
             del self._active[sequence.request.request_id]
-
-    def _why_inactive(self, sequence: Sequence) -> str:
-        if sequence.stats.drafter == "off":
-            return "speculation is off"
-        if not self._budget(sequence):
-            return "num_draft_tokens is 0"
-        if not sequence.stats.num_steps:
-            return "the answer ended with its first token"
-        return f"drafter {sequence.stats.drafter!r} proposed nothing"
+        if not sequence.stats.num_drafts and sequence.stats.inactive_reason is None:
+            sequence.stats.inactive_reason = controller.inactive_reason(sequence, self.config.speculation)
+        end = commit.finished(choice, kept, now)
+        self.metrics.count_finish(end.reason)
+        self._events.append(end)

@@ -10,20 +10,8 @@ from typing import Any
 from specserve.build import Built, build
 from specserve.config import EngineConfig, SpeculationConfig
 from specserve.errors import ConfigError, FieldViolation, InvalidRequest
-from specserve.request import (
-    Delta,
-    Event,
-    Failed,
-    Finished,
-    Request,
-    SamplingParams,
-    SpeculationParams,
-    SpeculationStats,
-    Started,
-    Timing,
-    TokenLogprobs,
-    Usage,
-)
+from specserve.events import Delta, Event, Failed, Finished, SpeculationStats, Started, Timing, TokenLogprobs, Usage
+from specserve.request import Request, SamplingParams, SpeculationParams
 
 # one process, one user: stores that are kept per tenant are shared by everything asked here
 LOCAL_SALT = "local"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from specserve.request import SpeculationStats
+from specserve.events import SpeculationStats
 
 
 @dataclass(slots=True)

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from specserve_kernels import PURPOSE_TARGET, Ops
 from torch import Tensor
 
-from specserve.request import SamplingParams, TokenLogprobs
+from specserve.events import TokenLogprobs
+from specserve.request import SamplingParams
 
 # candidates looked at before a full sort; top-p at usual p needs far fewer
 _TOP_P_CANDIDATES = 512

@@ -303,8 +303,9 @@ def _template_source(folder: Path, config: Mapping[str, Any]) -> str | None:
         return path.read_text(encoding="utf-8")
     source = config.get("chat_template")
     if isinstance(source, list):
-        source = {entry["name"]: entry["template"] for entry in source}.get("default")
-    return source
+        named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
+        source = named.get("default")
+    return source if isinstance(source, str) else None
 
 
 def _compile_template(folder: Path, config: Mapping[str, Any]) -> jinja2.Template | None:

@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Iterable, Sequence
 
 import torch
+
 from specserve.batch import StepBatch
 from specserve.engine import Engine
 from specserve.pages import Move
@@ -34,7 +35,7 @@ def continuation(prompt: Sequence[int], vocab_size: int, stops: Iterable[int], m
 
 
 class HashRunner:
-    """Implements `specserve.runner.Runner` over one list of slots; `fault_on` marks tokens whose rows are not finite."""
+    """A `specserve.runner.Runner` over one list of slots; rows that see a token of `fault_on` are not finite."""
 
     def __init__(self, num_pages: int, page_size: int, vocab_size: int) -> None:
         self.page_size = page_size

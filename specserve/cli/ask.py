@@ -13,7 +13,8 @@ from specserve.cli import options
 from specserve.cli.pull import progress_bar
 from specserve.config import SpeculationConfig
 from specserve.errors import InvalidRequest
-from specserve.request import Delta, Finished, SamplingParams, SpeculationStats, Timing
+from specserve.events import Delta, Finished, SpeculationStats, Timing
+from specserve.request import SamplingParams
 
 if TYPE_CHECKING:
     from specserve.llm import LLM, CompletionOutput, RequestOutput

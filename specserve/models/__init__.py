@@ -1,0 +1,1 @@
+"""Models: names to folders, folders to weights, weights to logits."""

@@ -191,13 +191,15 @@ def _rope(raw: Mapping[str, Any], max_positions: int) -> tuple[float, Llama3Scal
     return theta, scaling
 
 
-def llama3_divisors(inverse: Tensor, scaling: Llama3Scaling) -> Tensor:
-    """What each inverse frequency (fp32 [half]) is divided by: 1 for short wavelengths, `factor` for long ones."""
-    wavelength = 2 * math.pi / inverse
-    turns = scaling.original_max_position_embeddings / wavelength
+def llama3_frequencies(inverse: Tensor, scaling: Llama3Scaling) -> Tensor:
+    """Scaled inverse frequencies (fp32 [half]): short wavelengths stay, long ones grow by `factor`.
+
+    Source: transformers' `_compute_llama3_parameters`, in the same order of operations.
+    """
+    turns = scaling.original_max_position_embeddings / (2 * math.pi / inverse)
     smooth = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     smooth = smooth.clamp(0.0, 1.0)
-    return 1.0 / ((1 - smooth) / scaling.factor + smooth)
+    return (1 - smooth) * inverse / scaling.factor + smooth * inverse
 
 
 def inverse_frequencies(config: DecoderConfig) -> Tensor:
@@ -210,7 +212,7 @@ def rope_table(config: DecoderConfig) -> Tensor:
     """fp32 [max_positions, head_dim]: cos of the first half, then sin."""
     inverse = inverse_frequencies(config)
     if config.rope_scaling is not None:
-        inverse = inverse / llama3_divisors(inverse, config.rope_scaling)
+        inverse = llama3_frequencies(inverse, config.rope_scaling)
     angles = torch.outer(torch.arange(config.max_position_embeddings, dtype=torch.float32), inverse)
     return torch.cat((angles.cos(), angles.sin()), dim=1)
 

@@ -28,7 +28,7 @@ from specserve.models.decoder import (
     DecoderConfig,
     Llama3Scaling,
     inverse_frequencies,
-    llama3_divisors,
+    llama3_frequencies,
 )
 from specserve.models.gguf_tokenizer import write_tokenizer
 
@@ -115,13 +115,7 @@ def read_config(file: GGUFFile) -> dict[str, Any]:
     Raises:
         ModelError: a key is missing, or asks for what the decoder does not compute.
     """
-    if file.get("llama.expert_count", 0):
-        raise ModelError(f"{file.path} is a mixture of experts; supported: dense llama models")
-    scaling = file.get("llama.rope.scaling.type", "none")
-    if scaling != "none":
-        raise ModelError(f"{file.path}: llama.rope.scaling.type is {scaling!r}; supported: 'none', llama 3 factors")
-    if "token_embd.weight" not in file.tensors:
-        raise WeightsError(f"{file.path}: tensor token_embd.weight is missing")
+    _refuse_unsupported(file)
     heads = int(file.require("llama.attention.head_count"))
     hidden = int(file.require("llama.embedding_length"))
     head_dim = int(file.get("llama.attention.key_length", hidden // heads))
@@ -152,6 +146,16 @@ def read_config(file: GGUFFile) -> dict[str, Any]:
     return config
 
 
+def _refuse_unsupported(file: GGUFFile) -> None:
+    if file.get("llama.expert_count", 0):
+        raise ModelError(f"{file.path} is a mixture of experts; supported: dense llama models")
+    scaling = file.get("llama.rope.scaling.type", "none")
+    if scaling != "none":
+        raise ModelError(f"{file.path}: llama.rope.scaling.type is {scaling!r}; supported: 'none', llama 3 factors")
+    if "token_embd.weight" not in file.tensors:
+        raise WeightsError(f"{file.path}: tensor token_embd.weight is missing")
+
+
 def _shortest(value: float) -> float:
     """The decimal that was meant: GGUF stores 1e-5 as fp32, whose fp64 value is 9.999999747e-06."""
     return float(str(np.float32(value)))
@@ -163,7 +167,7 @@ def _llama3_scaling(file: GGUFFile, config: dict[str, Any]) -> dict[str, Any]:
     factor = float(factors.max())
     inverse = inverse_frequencies(DecoderConfig.from_dict(config))
     scaling = Llama3Scaling(factor, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
-    expected = llama3_divisors(inverse, scaling)
+    expected = inverse / llama3_frequencies(inverse, scaling)
     if factors.shape != expected.shape or not torch.allclose(factors, expected, rtol=1e-4):
         raise ModelError(
             f"{file.path}: {ROPE_FACTORS} is not Llama 3 scaling (low 1, high 4, trained length 8192, any factor),"

@@ -13,7 +13,8 @@ from concurrent.futures import Future
 from typing import Any, Protocol
 
 from specserve.config import EngineConfig, ModelLimits
-from specserve.request import Event, Request
+from specserve.events import Event
+from specserve.request import Request
 
 
 class ServedEngine(Protocol):

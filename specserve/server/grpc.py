@@ -22,21 +22,8 @@ from grpc_status import rpc_status
 
 from specserve import __version__
 from specserve.errors import ConfigError, FieldViolation, InvalidRequest
-from specserve.request import (
-    Delta,
-    Event,
-    Failed,
-    Finished,
-    FinishReason,
-    Request,
-    SamplingParams,
-    SpeculationParams,
-    SpeculationStats,
-    Started,
-    Timing,
-    Token,
-    validate,
-)
+from specserve.events import Delta, Event, Failed, Finished, FinishReason, SpeculationStats, Started, Timing, Token
+from specserve.request import Request, SamplingParams, SpeculationParams, validate
 from specserve.server import AsyncEngine, Served, TextTokenizer, done
 from specserve.server.status import to_status
 from specserve.v1 import inference_pb2 as pb

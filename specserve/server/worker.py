@@ -17,7 +17,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from specserve.errors import Cancelled, EngineFault, SpecserveError, Unavailable
-from specserve.request import Delta, Event, Failed, Finished, Request
+from specserve.events import Delta, Event, Failed, Finished
+from specserve.request import Request
 
 if TYPE_CHECKING:
     from specserve.build import Built

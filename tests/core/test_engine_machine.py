@@ -16,16 +16,9 @@ from specserve_kernels import load
 from specserve.config import CacheConfig, EngineConfig, ModelLimits, SchedulerConfig
 from specserve.engine import Engine
 from specserve.errors import Cancelled, DeadlineExceeded, EngineFault, InvalidRequest, NumericFault
+from specserve.events import Delta, Failed, Finished, Started
 from specserve.prefix import page_key, root_key
-from specserve.request import (
-    Delta,
-    Failed,
-    Finished,
-    Request,
-    SamplingParams,
-    SpeculationParams,
-    Started,
-)
+from specserve.request import Request, SamplingParams, SpeculationParams
 
 VOCAB = 24
 EOS = 0

@@ -9,21 +9,20 @@ from dataclasses import dataclass, field
 
 from specserve.config import EngineConfig, ModelLimits
 from specserve.errors import Cancelled, DeadlineExceeded, Overloaded
-from specserve.request import (
+from specserve.events import (
     Delta,
     Event,
     Failed,
     Finished,
     FinishReason,
-    Request,
     SpeculationStats,
     Started,
     Timing,
     Token,
     TokenLogprobs,
     Usage,
-    validate,
 )
+from specserve.request import Request, validate
 
 LIMITS = ModelLimits(
     vocab_size=1000, max_model_len=64, pool_tokens=640, page_size=16, max_num_seqs=4, eos_token_ids=(2,)
@@ -33,8 +32,8 @@ LIMITS = ModelLimits(
 class FakeEngine:
     """Token i of every choice is id 100 + i, text `<i>`; the answer ends at max_tokens, 5 if unset.
 
-    `may_step` gates each step; `fault` is raised by the next step, `submit_error` by the next submit; a request
-    with `stuck` set is stepped without ever drawing a token.
+    `may_step` gates each step; `fault` is raised by the next step, `submit_error` by the next submit; while
+    `hold_at` is set, no request goes beyond that many tokens.
     """
 
     limits = LIMITS
@@ -47,7 +46,7 @@ class FakeEngine:
         self.fault: Exception | None = None
         self.faults_when_idle = False
         self.submit_error: Exception | None = None
-        self.stuck = False
+        self.hold_at: int | None = None
         self.live: dict[str, tuple[Request, int]] = {}
         self.submitted: list[Request] = []
         self.aborted: list[str] = []
@@ -91,7 +90,7 @@ class FakeEngine:
         if request.deadline is not None and self.clock() > request.deadline:
             del self.live[key]
             return [Failed(request_id=key, error=DeadlineExceeded("too late", metadata={"phase": "running"}))]
-        if self.stuck:
+        if self.hold_at is not None and count >= self.hold_at:
             return []
         events: list[Event] = [] if count else [_started(request)]
         last = (request.params.max_tokens or 5) - 1

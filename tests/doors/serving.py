@@ -13,7 +13,8 @@ import grpc
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
-from specserve.request import Event, Request
+from specserve.events import Event
+from specserve.request import Request
 from specserve.server.grpc import GrpcDoor
 from specserve.server.worker import EngineThread
 from specserve.v1 import inference_pb2 as pb

@@ -17,7 +17,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from specserve import errors
-from specserve.request import Delta, Request, SamplingParams
+from specserve.events import Delta
+from specserve.request import Request, SamplingParams
 from specserve.server.grpc import INFERENCE_SERVICE, WIRE_PATHS
 from specserve.server.status import to_status
 from specserve.server.worker import EngineThread
@@ -226,6 +227,7 @@ def test_overload_says_when_to_come_back() -> None:
 @pytest.mark.parametrize("how", ["cancel", "close channel"])
 def test_leaving_aborts_before_the_next_step(how: str) -> None:
     async def body(client: Client, engine: FakeEngine) -> None:
+        engine.hold_at = 2
         call = client.inference.Generate(_stopping(max_tokens=40))
         await call.read()
         mate = asyncio.create_task(client.thread_generate(_request("mate")))
@@ -241,19 +243,21 @@ def test_leaving_aborts_before_the_next_step(how: str) -> None:
         engine.may_step.set()
         await until(lambda: bool(engine.aborted))
         assert engine.steps_at_abort[0] <= held_in + 1
-        assert len([e for e in await mate if isinstance(e, Delta)]) > 0 and engine.aborted != ["mate"]
+        engine.hold_at = None
+        assert [t.token_id for e in await mate if isinstance(e, Delta) for t in e.tokens] == [100, 101, 102, 103, 104]
+        assert len(engine.aborted) == 1 and engine.aborted != ["mate"]
 
     over_grpc(body)
 
 
 def test_a_deadline_ends_queued_and_running_requests() -> None:
     async def body(client: Client, engine: FakeEngine) -> None:
-        engine.stuck = True
+        engine.hold_at = 0
         refusal = await client.refused(text_request(), timeout=0.2)
         assert refusal.code == "DEADLINE_EXCEEDED"
         assert engine.submitted[0].deadline is not None
         await until(lambda: not engine.live)
-        engine.stuck = False
+        engine.hold_at = None
         assert len(await client.generate(text_request(), timeout=20)) == 7
 
     over_grpc(body)
@@ -281,7 +285,7 @@ def _request(request_id: str, max_tokens: int | None = None, deadline: float | N
 
 def test_a_failed_step_fails_who_was_in_it_and_nobody_else() -> None:
     async def body(client: Client, engine: FakeEngine) -> None:
-        engine.stuck = True
+        engine.hold_at = 0
         both = [asyncio.create_task(client.refused(text_request())) for _ in range(2)]
         await until(lambda: len(engine.live) == 2)
         engine.fault = ZeroDivisionError("planted")
@@ -289,7 +293,7 @@ def test_a_failed_step_fails_who_was_in_it_and_nobody_else() -> None:
             assert (refusal.code, refusal.reason) == ("INTERNAL", "ENGINE_FAULT")
             assert "ZeroDivisionError: planted" in refusal.message
         await until(lambda: len(engine.aborted) == 2)
-        engine.stuck = False
+        engine.hold_at = None
         assert len(await client.generate(text_request())) == 7
         assert await _health(client) == "SERVING"
 
@@ -348,7 +352,7 @@ def test_closing_the_events_aborts() -> None:
 
 def test_stopping_answers_everybody() -> None:
     async def body(client: Client, engine: FakeEngine) -> None:
-        engine.stuck = True
+        engine.hold_at = 0
         waiting = [asyncio.create_task(client.refused(text_request())) for _ in range(3)]
         await until(lambda: len(engine.live) == 3)
         await asyncio.to_thread(client.thread.stop)

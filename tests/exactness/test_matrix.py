@@ -76,7 +76,8 @@ class Situation:
 
 
 def _alone(harness: EngineHarness, run: Run) -> None:
-    assert list(run.answers) == [f"{TARGET}/0"]
+    assert len(run.answers) == 3
+    assert harness.max_sequences == 1
 
 
 def _among_mates(harness: EngineHarness, run: Run) -> None:
@@ -103,7 +104,11 @@ def _copied_on_write(harness: EngineHarness, run: Run) -> None:
 
 
 SITUATIONS: dict[str, Situation] = {
-    "alone": Situation(lambda mode: [request(TARGET, mode, prompt(1, 21))], _alone),
+    "alone": Situation(
+        lambda mode: [request(f"{TARGET}{i}", mode, prompt(10 + i, 21 + i), seed=i) for i in range(3)],
+        _alone,
+        arrivals={f"{TARGET}{i}": 60 * i for i in range(3)},
+    ),
     "mates": Situation(
         lambda mode: [request(TARGET, mode, prompt(1, 21)), *mates(mode)],
         _among_mates,
@@ -129,7 +134,7 @@ SITUATIONS: dict[str, Situation] = {
         options={"max_num_batched_tokens": 24, "max_num_seqs": 4, "min_chunk": 8},
         arrivals={TARGET: 3},
     ),
-    "n3": Situation(lambda mode: [request(TARGET, mode, prompt(1, 21), n=3)], _copied_on_write),
+    "n3": Situation(lambda mode: [request(TARGET, mode, prompt(1, 21), n=3, max_tokens=60)], _copied_on_write),
 }
 
 
@@ -276,7 +281,7 @@ def vocab_of(folder: Path) -> int:
 
 def check_choices(cell: Cell, run: Run, references: References) -> None:
     """Choice 0 is what n = 1 gives; sampled choices differ from each other."""
-    single = references.alone(request(TARGET, cell.mode, prompt(1, 21)), cell.dtype)
+    single = references.alone(request(TARGET, cell.mode, prompt(1, 21), max_tokens=60), cell.dtype)
     answers = [run.answers[f"{TARGET}/{choice}"] for choice in range(3)]
     assert answers[0] == single.answers[f"{TARGET}/0"]
     num_different = len({tuple(answer) for answer in answers})

@@ -17,7 +17,8 @@ from drafters import AdversarialDrafter, OracleDrafter, RandomTreeDrafter
 from harness import EngineHarness, Run
 from oracle import NearTies, Oracle, OracleOutput, gumbel
 
-from specserve.request import FinishReason, Request, SamplingParams
+from specserve.events import FinishReason
+from specserve.request import Request, SamplingParams
 from specserve.tokenizer import Tokenizer
 
 PROMPTS = (

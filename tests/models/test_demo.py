@@ -26,7 +26,7 @@ def tokenizer(demo_folder: Path) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def decoder(demo_folder: Path) -> Decoder:
-    return load_decoder(demo_folder, specserve_kernels.load("torch"), "float32")
+    return load_decoder(demo_folder, specserve_kernels.load("auto"), "float32")
 
 
 def test_tokenizer_equals_transformers(demo_folder: Path, tokenizer: Tokenizer) -> None:

@@ -17,7 +17,7 @@ from gguf_files import FORMATS, SHAPE, tokenizer_metadata, write_gguf
 from tiny import tiny_config, tiny_tokenizer
 
 from specserve.errors import ModelError, ModelNotFound, WeightsError
-from specserve.models.decoder import DecoderConfig, inverse_frequencies, llama3_divisors
+from specserve.models.decoder import DecoderConfig, inverse_frequencies, llama3_frequencies
 from specserve.models.gguf import GGUFFile, convert, read_config
 from specserve.models.gguf_tokenizer import write_tokenizer
 from specserve.models.weights import load_decoder, load_weights
@@ -69,7 +69,8 @@ def test_llama3_factors_become_rope_scaling(tmp_path: Path, factor: float) -> No
     }
     config = DecoderConfig.from_dict(raw)
     assert config.rope_scaling is not None
-    factors = llama3_divisors(inverse_frequencies(config), config.rope_scaling).numpy()
+    inverse = inverse_frequencies(config)
+    factors = (inverse / llama3_frequencies(inverse, config.rope_scaling)).numpy()
     write_gguf(tmp_path / "m.gguf", change=lambda writer: writer.add_tensor("rope_freqs.weight", factors))
     convert(tmp_path / "m.gguf", tmp_path / "out")
     assert DecoderConfig.from_folder(tmp_path / "out").rope_scaling == config.rope_scaling

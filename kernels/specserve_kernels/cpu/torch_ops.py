@@ -24,6 +24,9 @@ name = "torch"
 
 # Rows of a GEMM or reduction. oneDNN in bf16 costs the same from 1 to 32 rows (memory-bound, DESIGN appendix).
 TILE = 32
+# GEMM widths are multiples of this: at an odd `in` oneDNN's bf16 kernels read the next row's first value and weigh it
+# by zero, so its NaN crosses over (torch 2.13 at in = 33; test_row_invariance).
+WIDTH_STEP = 32
 # Keys of one attention split; a page size need not divide it.
 SPLIT = 256
 # Rows whose scores are held at once: bounds memory only, no result depends on it.
@@ -36,34 +39,53 @@ Float64 = NDArray[np.float64]
 Words = NDArray[np.uint64]
 
 
+@dataclass(frozen=True, slots=True)
+class _TileWeight:
+    """A weight [out, width] for tiles of 32 rows; width = in, rounded up to WIDTH_STEP with zeros."""
+
+    matrix: Tensor
+    reordered: bool  # in oneDNN's own layout
+    width: int
+
+    def product(self, tile: Tensor) -> Tensor:
+        """[TILE, width] → [TILE, out]."""
+        if self.reordered:
+            return _reordered_product(tile, self.matrix)
+        return F.linear(tile, self.matrix)
+
+
 def pack_linear(weight: Tensor) -> LinearWeight:
     """Keep the weight [out, in] and, where oneDNN can, reorder it once for tiles of 32 rows."""
     weight = weight.contiguous()
-    return LinearWeight(raw=weight, packed=_try_reorder(weight))
+    width = -(-weight.shape[1] // WIDTH_STEP) * WIDTH_STEP
+    padded = F.pad(weight, (0, width - weight.shape[1])) if width > weight.shape[1] else weight
+    reordered = _try_reorder(padded)
+    matrix = padded if reordered is None else reordered
+    return LinearWeight(raw=weight, packed=_TileWeight(matrix, reordered is not None, width))
 
 
 def _try_reorder(weight: Tensor) -> Tensor | None:
     if weight.dtype not in (torch.bfloat16, torch.float32) or not torch._C._has_mkldnn:
         return None
     try:
-        packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, TILE)
-        probe = torch.zeros(TILE, weight.shape[1], dtype=weight.dtype)
-        torch.ops.mkldnn._linear_pointwise(probe, packed, None, "none", [], "")
+        reordered: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, TILE)
+        _reordered_product(weight.new_zeros(TILE, weight.shape[1]), reordered)
     except (AttributeError, NotImplementedError, RuntimeError):
         return None  # private operators: other torch builds lack them or refuse the type
-    return packed
+    return reordered
+
+
+def _reordered_product(tile: Tensor, matrix: Tensor) -> Tensor:
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(tile, matrix, None, "none", [], "")
+    return product
 
 
 def linear(x: Tensor, weight: LinearWeight, out_dtype: torch.dtype | None = None) -> Tensor:
     """[rows, in] → [rows, out], always in calls of 32 rows; summed in fp32, rounded to x's dtype, then `out_dtype`."""
     out = torch.empty(x.shape[0], weight.raw.shape[0], dtype=out_dtype or x.dtype)
+    packed: _TileWeight = weight.packed
     for start, count in _tiles(x.shape[0]):
-        tile = _tile(x, start, count)
-        if weight.packed is None:
-            product = F.linear(tile, weight.raw)
-        else:
-            product = torch.ops.mkldnn._linear_pointwise(tile, weight.packed, None, "none", [], "")
-        out[start : start + count] = product[:count]
+        out[start : start + count] = packed.product(_tile(x, start, count, packed.width))[:count]
     return out
 
 
@@ -72,13 +94,13 @@ def _tiles(rows: int) -> Iterator[tuple[int, int]]:
         yield start, min(TILE, rows - start)
 
 
-def _tile(x: Tensor, start: int, count: int) -> Tensor:
-    """Rows start … start + TILE of x, zero padded, contiguous and aligned (MKL may pick a path by alignment)."""
+def _tile(x: Tensor, start: int, count: int, width: int) -> Tensor:
+    """[TILE, width]: `count` rows of x, zero padded, contiguous and aligned (MKL may pick a path by alignment)."""
     tile = x[start : start + count]
-    if count == TILE and tile.is_contiguous() and tile.data_ptr() % _ALIGN_BYTES == 0:
+    if tile.shape == (TILE, width) and tile.is_contiguous() and tile.data_ptr() % _ALIGN_BYTES == 0:
         return tile
-    padded = x.new_zeros(TILE, *x.shape[1:])
-    padded[:count] = tile
+    padded = x.new_zeros(TILE, width)
+    padded[:count, : x.shape[1]] = tile
     return padded
 
 
@@ -91,7 +113,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """[rows, hidden] → x / sqrt(mean(x²) + eps) in fp32, rounded to x's dtype, times weight; in calls of 32 rows."""
     out = torch.empty_like(x)
     for start, count in _tiles(x.shape[0]):
-        wide = _tile(x, start, count).float()
+        wide = _tile(x, start, count, x.shape[1]).float()
         mean_square = wide.square().mean(-1, keepdim=True)
         normed = wide / torch.sqrt(mean_square + eps)
         out[start : start + count] = normed[:count].to(x.dtype) * weight

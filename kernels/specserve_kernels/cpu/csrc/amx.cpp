@@ -123,6 +123,7 @@ const Kernels* amx_kernels() {
                                 attention_merge_generic,
                                 attention_store_generic,
                                 noise,
+                                weights,
                                 draw};
   return &table;
 }

@@ -43,6 +43,22 @@ struct Partial {
   float* out;
 };
 
+struct LayerArgs {
+  const void *attention_norm, *qkv, *output, *mlp_norm, *gate_up, *down;  // matrices packed
+};
+
+struct DecoderArgs {
+  const LayerArgs* layers;
+  const void *embed, *norm;  // [vocab, hidden], [hidden]
+  const float* rope;         // [positions, dim]
+  const int64_t *ids, *positions, *slots;
+  void *kv, *out;                  // [layers, 2, pages, kv_heads, page_size, dim], [rows, hidden]
+  const int64_t* feature_layers;   // ascending; the hidden state after each goes to
+  void* features;                  // [feature layers, rows, hidden]
+  int64_t num_layers, num_features, hidden, inner, vocab, rope_rows, pages, sequences;
+  float eps;
+};
+
 struct Kernels {
   const char* name;
   void (*thread_begin)();
@@ -60,6 +76,8 @@ struct Kernels {
   void (*attention_merge)(const AttentionArgs&, const Block&, float* state, const Partial&, bool first);
   void (*attention_store)(const AttentionArgs&, const Block&, int64_t kv_head, const float* state);
   void (*noise)(int64_t seed, int64_t draw, int64_t choice, int64_t purpose, int64_t vocab, float* out);
+  // exp(scaled[i] - top) in fp64 -> weight; their sum in one fixed order
+  double (*weights)(const float* scaled, int64_t n, float top, double* weight);
   int64_t (*draw)(const float* scaled, int64_t vocab, int64_t seed, int64_t draw, int64_t choice, int64_t purpose);
 };
 

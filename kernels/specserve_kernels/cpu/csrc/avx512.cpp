@@ -19,6 +19,7 @@ const Kernels* avx512_kernels() {
                                 attention_merge_generic,
                                 attention_store_generic,
                                 noise,
+                                weights,
                                 draw};
   return &table;
 }

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "args.h"
+#include "sample.h"
 #ifdef __linux__
 #include <sys/mman.h>
 #include <sys/syscall.h>
@@ -210,6 +211,79 @@ static void write_rows(const void* k, int64_t k_stride, void* cache, const int64
     }
 }
 
+// ------------------------------------------------------------------------------------------- forward
+
+// Activations of one forward; whole 16-row tiles are read in place by the GEMMs.
+struct Activations {
+  char *x, *normed, *qkv, *attended, *gate_up, *inner;
+};
+
+static Activations activations(const DecoderArgs& d, const AttentionArgs& a) {
+  static thread_local std::vector<char> memory;
+  const size_t w = width(a.type), rows = a.rows;
+  const size_t sizes[] = {rows * d.hidden * w, rows * d.hidden * w, rows * a.q_stride * w,
+                          rows * a.heads * a.dim * w, rows * 2 * d.inner * w, rows * d.inner * w};
+  size_t total = 64;
+  for (size_t s : sizes) total += (s + 63) / 64 * 64;
+  if (memory.size() < total) memory.resize(total);
+  char* p = (char*)(((uintptr_t)memory.data() + 63) & ~(uintptr_t)63);
+  char* part[6];
+  for (int i = 0; i < 6; i++) {
+    part[i] = p;
+    p += (sizes[i] + 63) / 64 * 64;
+  }
+  return Activations{part[0], part[1], part[2], part[3], part[4], part[5]};
+}
+
+// One layer: the operations that native.py offers one by one, in the same order with the same roundings, so the bits
+// are the same. Each phase shares rows or outputs out; a barrier stands where the next one reads across shares.
+static void layer_forward(const DecoderArgs& d, const LayerArgs& w, AttentionArgs a, AttentionPlan& plan,
+                          const Activations& m, Team team) {
+  const Kernels* k = team.kernels;
+  const int64_t rows = a.rows, q_size = a.heads * a.dim, kv_size = a.kv_heads * a.dim;
+  const auto gemm = [&](const void* x, const void* packed, void* y, int64_t out, int64_t in, int accumulate) {
+    k->gemm(Gemm{x, packed, y, rows, out, in, a.type, a.type, accumulate}, team.tid, team.nth);
+    team.barrier->wait();
+  };
+  k->rms_norm(m.x, w.attention_norm, m.normed, rows, d.hidden, d.eps, a.type, team.tid, team.nth);
+  team.barrier->wait();
+  gemm(m.normed, w.qkv, m.qkv, a.q_stride, d.hidden, 0);
+  k->rope(m.qkv, d.positions, d.rope, m.qkv, rows, a.heads + a.kv_heads, a.dim, a.q_stride, a.q_stride, a.type,
+          team.tid, team.nth);
+  const char* key = m.qkv + q_size * width(a.type);
+  write_rows(key, a.q_stride, (void*)a.k_cache, d.slots, rows, a.kv_heads, a.page_size, a.dim, a.type, team);
+  write_rows(key + kv_size * width(a.type), a.q_stride, (void*)a.v_cache, d.slots, rows, a.kv_heads, a.page_size,
+             a.dim, a.type, team);
+  team.barrier->wait();
+  run_attention(a, plan, team);
+  team.barrier->wait();
+  gemm(m.attended, w.output, m.x, d.hidden, q_size, 1);
+  k->rms_norm(m.x, w.mlp_norm, m.normed, rows, d.hidden, d.eps, a.type, team.tid, team.nth);
+  team.barrier->wait();
+  gemm(m.normed, w.gate_up, m.gate_up, 2 * d.inner, d.hidden, 0);
+  k->silu_mul(m.gate_up, m.inner, rows, d.inner, a.type, team.tid, team.nth);
+  team.barrier->wait();
+  gemm(m.inner, w.down, m.x, d.hidden, d.inner, 1);
+}
+
+static void decoder_forward(const DecoderArgs& d, AttentionArgs a, AttentionPlan& plan, const Activations& m,
+                            Team team) {
+  const size_t cache = (size_t)d.pages * a.kv_heads * a.page_size * a.dim * width(a.type);
+  const size_t bytes = (size_t)a.rows * d.hidden * width(a.type);
+  team.kernels->embed(d.ids, d.embed, m.x, a.rows, d.hidden, a.type, team.tid, team.nth);
+  a.q = m.qkv;
+  a.out = m.attended;
+  int64_t feature = 0;
+  for (int64_t l = 0; l < d.num_layers; l++) {
+    a.k_cache = (char*)d.kv + 2 * l * cache;
+    a.v_cache = (char*)d.kv + (2 * l + 1) * cache;
+    layer_forward(d, d.layers[l], a, plan, m, team);
+    for (; feature < d.num_features && d.feature_layers[feature] == l; feature++)
+      if (team.tid == 0) memcpy((char*)d.features + feature * bytes, m.x, bytes);
+  }
+  team.kernels->rms_norm(m.x, d.norm, d.out, a.rows, d.hidden, d.eps, a.type, team.tid, team.nth);
+}
+
 }  // namespace spec
 
 using namespace spec;
@@ -347,11 +421,35 @@ int spec_attention(const Kernels* kernels, const AttentionArgs* a, int64_t seque
   return kOk;
 }
 
+// `a` holds what is the same in all layers; q_stride is the width of a qkv row
+int spec_decoder_forward(const Kernels* kernels, const DecoderArgs* d, const AttentionArgs* a, int threads) {
+  int bad = check_attention(*a, d->sequences, d->pages);
+  if (!bad) bad = check_range(d->ids, a->rows, d->vocab, kBadId);
+  if (!bad) bad = check_range(d->positions, a->rows, d->rope_rows, kBadPosition);
+  if (!bad) bad = check_range(d->slots, a->rows, d->pages * a->page_size, kBadSlot);
+  if (bad || !a->rows) return bad;
+  AttentionPlan plan = plan_attention(kernels, *a, threads);
+  const Activations m = activations(*d, *a);
+  parallel(kernels, threads, [&](Team t) { decoder_forward(*d, *a, plan, m, t); });
+  return kOk;
+}
+
 void spec_noise(const Kernels* kernels, const int64_t* seed, const int64_t* index, const int64_t* choice, int64_t purpose, int64_t n,
                 int64_t vocab, float* out, int threads) {
   parallel(kernels, n < threads ? (int)n : threads, [&](Team t) {
     for (int64_t i = t.tid; i < n; i += t.nth)
       kernels->noise(seed[i], index[i], choice[i], purpose, vocab, out + i * vocab);
+  });
+}
+
+// top_k <= 0, top_p >= 1, min_p <= 0: off
+void spec_sample(const Kernels* kernels, const float* logits, const float* temperature, const int32_t* top_k,
+                 const float* top_p, const float* min_p, const int64_t* seed, const int64_t* index,
+                 const int64_t* choice, int64_t n, int64_t vocab, int64_t* ids, int threads) {
+  parallel(kernels, n < threads ? (int)n : threads, [&](Team t) {
+    for (int64_t i = t.tid; i < n; i += t.nth)
+      ids[i] = sample_row(kernels, logits + i * vocab, vocab,
+                          Sampling{temperature[i], top_p[i], min_p[i], top_k[i], seed[i], index[i], choice[i]});
   });
 }
 

@@ -212,21 +212,27 @@ static void rope(const void* x, const int64_t* positions, const float* table, vo
 }
 
 template <class T>
-static void silu_rows(const T* x, T* y, int64_t from, int64_t to, int64_t inner) {
-  for (int64_t r = from; r < to; r++)
-    for (int64_t i = 0; i < inner; i += 16) {
-      const int n = (int)lesser(16, inner - i);
-      const F gate = load_n(x + r * 2 * inner + i, n), other = load_n(x + (r * 2 + 1) * inner + i, n);
-      store_n(y + r * inner + i, gate / (vexp(-gate) + 1.0f) * other, n);
-    }
+static inline void silu16(const T* x, T* y, int64_t inner, int64_t r, int64_t i, int n) {
+  const F gate = load_n(x + r * 2 * inner + i, n), other = load_n(x + (r * 2 + 1) * inner + i, n);
+  const F e = vexp((F)(bits(gate) | INT32_MIN));  // of -|gate|: no overflow on either side
+  const I negative = gate < F{};
+  const F top = (F)((bits(e) & negative) | (bits(splat(1.0f)) & ~negative));
+  store_n(y + r * inner + i, gate * (top / (e + 1.0f)) * other, n);
 }
 
+// shared in pieces of 64 columns, so that one row is not left to one thread
 static void silu_mul(const void* x, void* y, int64_t rows, int64_t inner, int type, int tid, int nth) {
-  const int64_t from = share(rows, tid, nth), to = share(rows, tid + 1, nth);
-  if (type == kBf16)
-    silu_rows((const bf16*)x, (bf16*)y, from, to, inner);
-  else
-    silu_rows((const float*)x, (float*)y, from, to, inner);
+  const int64_t pieces = up(inner, 64) / 64;
+  for (int64_t u = share(rows * pieces, tid, nth); u < share(rows * pieces, tid + 1, nth); u++) {
+    const int64_t r = u / pieces, end = lesser(inner, (u % pieces + 1) * 64);
+    for (int64_t i = u % pieces * 64; i < end; i += 16) {
+      const int n = (int)lesser(16, end - i);
+      if (type == kBf16)
+        silu16((const bf16*)x, (bf16*)y, inner, r, i, n);
+      else
+        silu16((const float*)x, (float*)y, inner, r, i, n);
+    }
+  }
 }
 
 static void embed(const int64_t* ids, const void* table, void* y, int64_t rows, int64_t dim, int type, int tid,
@@ -443,6 +449,19 @@ static void noise(int64_t seed, int64_t draw, int64_t choice, int64_t purpose, i
     }
     memcpy(out + id, g, 4 * (size_t)lesser(32, vocab - id));
   }
+}
+
+static double weights(const float* scaled, int64_t n, float top, double* weight) {
+  D sum = D{};
+  for (int64_t i = 0; i < n; i += 8) {
+    const int64_t m = lesser(8, n - i);
+    D x = D{} - INFINITY;
+    for (int64_t j = 0; j < m; j++) x[j] = (double)scaled[i + j] - (double)top;
+    const D w = vexp64(x);
+    sum += w;
+    memcpy(weight + i, &w, 8 * (size_t)m);
+  }
+  return ((sum[0] + sum[4]) + (sum[2] + sum[6])) + ((sum[1] + sum[5]) + (sum[3] + sum[7]));
 }
 
 // argmax over ids of fp32(scaled + G), ties to the lowest id, with G computed only where it could win.

@@ -18,6 +18,7 @@ const Kernels* plain_kernels() {
                                 attention_merge_generic,
                                 attention_store_generic,
                                 noise,
+                                weights,
                                 draw};
   return &table;
 }

@@ -165,5 +165,21 @@ static inline D vlog(D x) {
   return dk * 6.93147180369123816490e-01 - ((hfsq - (s * (hfsq + r) + dk * 1.90821492927058770002e-10)) - f);
 }
 
+// exp of a double <= 0, within 2 ulp; 0 below -700. No fused operation either.
+static inline D vexp64(D x) {
+  const D lo = D{} - 700.0, magic = D{} + 0x1.8p52;
+  const L small = x < lo;
+  const D c = small ? lo : x;
+  const D t = c * 1.4426950408889634 + magic;
+  const D n = t - magic;
+  const D r = (c - n * 6.93147180369123816490e-01) - n * 1.90821492927058770002e-10;
+  D p = D{} + 1.0 / 479001600;
+  const double inverse[] = {1.0 / 39916800, 1.0 / 3628800, 1.0 / 362880, 1.0 / 40320, 1.0 / 5040, 1.0 / 720,
+                            1.0 / 120,      1.0 / 24,      1.0 / 6,      0.5,         1.0,        1.0};
+  for (double f : inverse) p = p * r + f;
+  const L e = ((L)t - (L)magic + 1023) << 52;
+  return (D)((L)(p * (D)e) & ~small);
+}
+
 }  // namespace SPEC_NS
 }  // namespace spec
