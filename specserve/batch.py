@@ -20,7 +20,11 @@ from specserve.scheduler import PlannedRows
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """The rows of one sequence: [first, first + num_pending + nodes); logits start at `first_logit` if it draws."""
+    """The rows of one sequence: [first, first + num_pending + nodes).
+
+    If it draws, logits of the last pending row and of the nodes start at `first_logit`; if its prompt is reported,
+    logits of all pending rows start at `prompt_logit`.
+    """
 
     sequence: Sequence
     num_pending: int
@@ -28,6 +32,7 @@ class Span:
     tree: DraftTree
     first: int
     first_logit: int
+    prompt_logit: int | None
 
     @property
     def num_rows(self) -> int:
@@ -36,7 +41,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepBatch:
-    """One forward. All int64 but `attention`'s int32; `logit_rows` are the rows from which tokens are drawn."""
+    """One forward. All int64 but `attention`'s int32; `logit_rows` are the rows whose logits are wanted."""
 
     ids: Tensor  # [rows]
     positions: Tensor  # [rows]
@@ -66,6 +71,7 @@ class _Rows:
         sequence, table = plan.sequence, plan.sequence.table
         start, n = table.cached_len, plan.num_pending
         first, first_logit = len(self.ids), len(self.logit_rows)
+        prompt_logit: int | None = None
         self.ids += sequence.token_ids[start : start + n]
         self.positions += range(start, start + n)
         self.prefix_len += range(start + 1, start + n + 1)
@@ -73,9 +79,20 @@ class _Rows:
         self._add_nodes(tree, root=start + n - 1)
         self.sequence += [index] * (n + len(tree))
         self.slots += [table.slot(start + row) for row in range(n + len(tree))]
-        if plan.draws:
+        if sequence.reports_prompt:
+            prompt_logit, first_logit = first_logit, first_logit + n - 1
+            self.logit_rows += range(first, first + n)
+        elif plan.draws:
             self.logit_rows += range(first + n - 1, len(self.ids))
-        return Span(sequence=sequence, num_pending=n, draws=plan.draws, tree=tree, first=first, first_logit=first_logit)
+        return Span(
+            sequence=sequence,
+            num_pending=n,
+            draws=plan.draws,
+            tree=tree,
+            first=first,
+            first_logit=first_logit,
+            prompt_logit=prompt_logit,
+        )
 
     def _add_nodes(self, tree: DraftTree, root: int) -> None:
         """Node i is written to the sequence's slot root + 1 + i; its tail is its path, itself last."""

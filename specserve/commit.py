@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from specserve.events import Delta, Finished, FinishReason, Started, Timing, Token, TokenLogprobs, Usage
+from specserve.processors import History
 from specserve.request import SamplingParams, Sequence
 
 
@@ -133,10 +134,11 @@ class Choice:
     text: AnswerText
     stops: frozenset[int]
     times: Times
+    history: History | None = None
     first_token_at: float | None = None
 
 
-def started(choice: Choice, numerics: str) -> Started:
+def started(choice: Choice, numerics: str, prompt_logprobs: SequenceOf[TokenLogprobs | None] | None = None) -> Started:
     """The first event of a request, told by the first choice that has a token."""
     sequence = choice.sequence
     return Started(
@@ -148,6 +150,7 @@ def started(choice: Choice, numerics: str) -> Started:
         numerics=numerics,
         verification="coupled",
         drafter=sequence.stats.drafter,
+        prompt_logprobs=None if prompt_logprobs is None else tuple(prompt_logprobs),
     )
 
 

@@ -21,6 +21,7 @@ from specserve.commit import AnswerText, Choice, Cut, TextDecoder, Times
 from specserve.config import EngineConfig, ModelLimits
 from specserve.errors import (
     Cancelled,
+    ConstraintFailed,
     DeadlineExceeded,
     EngineFault,
     FieldViolation,
@@ -28,13 +29,14 @@ from specserve.errors import (
     NumericFault,
     Overloaded,
 )
-from specserve.events import Event, Failed, FinishReason
+from specserve.events import Event, Failed, FinishReason, TokenLogprobs
 from specserve.metrics import EngineMetrics, count_step
 from specserve.pages import PagePool, PageTable
 from specserve.prefix import PrefixIndex
+from specserve.processors import History, needs_history
 from specserve.proposal import EMPTY_TREE, Drafter, DraftRow, DraftTree, StepResult
 from specserve.request import Request, Sequence, validate
-from specserve.sample import Draw, draw_tokens, token_logprobs
+from specserve.sample import STUCK, Draw, draw_tokens, prompt_token_logprobs, token_logprobs
 from specserve.scheduler import PlannedRows, Scheduler, StepPlan
 from specserve.verify import walk
 
@@ -58,6 +60,7 @@ class _Active:
     times: Times
     choices: dict[Sequence, Choice] = field(default_factory=dict)
     started: bool = False
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +126,8 @@ class Engine:
         )
         self._arrivals += 1
         active = _Active(request, Times(submitted_at=self.clock()))
+        if params.prompt_logprobs is not None:
+            active.prompt_logprobs = [None]
         self._active[request.request_id] = active
         self._open_choice(active, sequence)
         self.scheduler.add(sequence)
@@ -155,7 +160,10 @@ class Engine:
         sequence.stats.drafter = controller.drafter_of(sequence, self.config.speculation)
         text = AnswerText(self._tokenizer.incremental(), params)
         stops = commit.stop_ids(params, self.limits.eos_token_ids)
-        active.choices[sequence] = Choice(sequence=sequence, text=text, stops=stops, times=active.times)
+        history = History(active.request, sequence.token_ids) if needs_history(active.request) else None
+        active.choices[sequence] = Choice(
+            sequence=sequence, text=text, stops=stops, times=active.times, history=history
+        )
 
     def _fail(self, active: _Active, error: Exception, reason: FinishReason = FinishReason.ERROR) -> None:
         for sequence in active.choices:
@@ -218,6 +226,7 @@ class Engine:
         for sequence in plan.admitted:
             metrics.num_cached_tokens += sequence.table.cached_len
         for span in step.spans:
+            self._report_prompt(span, result)
             self._commit(span, result, drawn.get(span.sequence))
 
     # ---- drafting
@@ -288,18 +297,37 @@ class Engine:
         }
 
     def _draws_of(self, span: Span) -> list[Draw]:
-        sequence = span.sequence
-        stops = self._choice_of(sequence).stops
+        sequence, choice = span.sequence, self._choice_of(span.sequence)
 
-        def draw(row: int, draw_index: int, choice: int) -> Draw:
-            banned = commit.banned_ids(sequence, draw_index, stops)
-            return Draw(row, draw_index, choice, sequence.seed, sequence.request.params, banned)
+        def draw(row: int, path: tuple[int, ...], index: int) -> Draw:
+            draw_index = len(sequence.token_ids) + len(path)
+            return Draw(
+                row=row,
+                draw_index=draw_index,
+                choice=index,
+                seed=sequence.seed,
+                params=sequence.request.params,
+                banned=commit.banned_ids(sequence, draw_index, choice.stops),
+                path=path,
+                history=choice.history,
+            )
 
-        next_index = len(sequence.token_ids)
         if sequence.num_siblings:
-            return [draw(span.first_logit, next_index, choice) for choice in range(sequence.num_siblings + 1)]
-        depths = [0, *span.tree.depths()]
-        return [draw(span.first_logit + i, next_index + depth, sequence.choice) for i, depth in enumerate(depths)]
+            return [draw(span.first_logit, (), index) for index in range(sequence.num_siblings + 1)]
+        paths = [(), *span.tree.paths()]
+        return [draw(span.first_logit + i, path, sequence.choice) for i, path in enumerate(paths)]
+
+    def _report_prompt(self, span: Span, result: ForwardResult) -> None:
+        """Log-probabilities of the prompt tokens that follow this chunk's rows; recomputed rows are known already."""
+        sequence = span.sequence
+        known = self._active[sequence.request.request_id].prompt_logprobs
+        num_top = sequence.request.params.prompt_logprobs
+        if span.prompt_logit is None or known is None or num_top is None:
+            return
+        start = sequence.table.cached_len
+        for position in range(max(start + 1, len(known)), min(start + span.num_pending + 1, sequence.prompt_len)):
+            row = span.prompt_logit + position - 1 - start
+            known.append(prompt_token_logprobs(result.logits, row, sequence.token_ids[position], num_top))
 
     def _choice_of(self, sequence: Sequence) -> Choice:
         return self._active[sequence.request.request_id].choices[sequence]
@@ -314,6 +342,9 @@ class Engine:
         pending = result.finite[span.first : span.first + span.num_pending]
         if not all(pending):
             self._fault(active, span)
+        elif drawn is not None and STUCK in drawn.ids[: span.sequence.num_siblings + 1]:
+            excluded = "bans, allowed ids or the grammar exclude every token"
+            self._fail(active, ConstraintFailed(f"{excluded} at position {len(span.sequence.token_ids)}"))
         elif drawn is None:
             self.metrics.num_prompt_tokens += span.num_pending
             self._commit_rows(span.sequence, span.num_pending, ())
@@ -324,10 +355,11 @@ class Engine:
             self._commit_run(active, span, self._accepted(span, result, drawn), result, drawn)
 
     def _accepted(self, span: Span, result: ForwardResult, drawn: _Drawn) -> tuple[int, ...]:
-        """The path, up to the first node that is not finite: as a root it will fault where plain decoding does."""
+        """The path, up to the first node that is not finite or stuck: it fails as a root, where plain decoding does."""
         path, _ = walk(span.tree, drawn.ids)
-        finite = [result.finite[span.first + span.num_pending + node] for node in path]
-        return path if all(finite) else path[: finite.index(False)]
+        first = span.first + span.num_pending
+        usable = [result.finite[first + node] and drawn.ids[1 + node] != STUCK for node in path]
+        return path if all(usable) else path[: usable.index(False)]
 
     def _fault(self, active: _Active, span: Span) -> None:
         """Non-finite rows: wipe what the sequence wrote, then end its request."""
@@ -420,7 +452,7 @@ class Engine:
         self.metrics.num_output_tokens += len(kept.token_ids)
         if not active.started:
             active.started = True
-            self._events.append(commit.started(choice, self.config.numerics))
+            self._events.append(commit.started(choice, self.config.numerics, active.prompt_logprobs))
         logprobs = None
         if sequence.request.params.logprobs is not None:
             logprobs = [token_logprobs(result.logits, *pair) for pair in zip(draws, kept.token_ids, strict=False)]

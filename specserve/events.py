@@ -63,11 +63,12 @@ class Timing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprobs:
-    """Natural-log probabilities at one position: of the drawn token, and of the most likely ones in order."""
+    """Natural-log probabilities at one position: of the token there, of the most likely in order, of chosen ids."""
 
     logprob: float
     top_ids: tuple[int, ...] = ()
     top_logprobs: tuple[float, ...] = ()
+    chosen_logprobs: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +83,10 @@ class Token:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Started:
-    """First event of a request, sent with its first tokens."""
+    """First event of a request, sent with its first tokens.
+
+    `prompt_logprobs` has one entry a prompt token, None for the first; None altogether when they were not asked for.
+    """
 
     request_id: str
     prompt_tokens: int
@@ -92,6 +96,7 @@ class Started:
     numerics: str
     verification: str
     drafter: str
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -49,6 +49,7 @@ class RequestOutput:
     prompt_token_ids: tuple[int, ...]
     seed: int
     outputs: tuple[CompletionOutput, ...]
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
 
     @property
     def metrics(self) -> OutputMetrics:
@@ -85,6 +86,7 @@ class _Collector:
             prompt_token_ids=self.request.prompt_token_ids,
             seed=self.started.seed,
             outputs=tuple(self._choice(index) for index in sorted(self.finished)),
+            prompt_logprobs=self.started.prompt_logprobs,
         )
 
     def _choice(self, index: int) -> CompletionOutput:
@@ -185,6 +187,7 @@ class LLM:
             params=params,
             speculation=speculation or SpeculationParams(),
             cache_salt=LOCAL_SALT,
+            bad_word_ids=self._built.tokenizer.bad_word_ids(params.bad_words),
         )
 
     def _run(

@@ -37,6 +37,13 @@ class DraftTree:
             depths.append(1 if parent < 0 else depths[parent] + 1)
         return depths
 
+    def paths(self) -> list[tuple[int, ...]]:
+        """Token ids from below the root to each node, itself last."""
+        paths: list[tuple[int, ...]] = []
+        for token_id, parent in zip(self.token_ids, self.parents, strict=True):
+            paths.append((*(paths[parent] if parent >= 0 else ()), token_id))
+        return paths
+
     def fault(self, vocab_size: int) -> str | None:
         """Why this tree cannot be verified, or None if it can."""
         n = len(self.token_ids)

@@ -7,6 +7,7 @@ that every door passes through. `Sequence` is the mutable half: one per choice, 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -23,6 +24,10 @@ MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_LEN = 1024
 MAX_STOP_TOKEN_IDS = 1024
 MAX_SALT_LEN = 256
+MAX_BIASES = 1024
+MAX_BIAS = 100.0
+MAX_BAD_WORDS = 256
+MAX_CHOSEN_IDS = 128
 GREEDY_TEMPERATURE = 1e-5
 MAX_SEED = (1 << 64) - 1
 
@@ -34,7 +39,9 @@ class SamplingParams:
     `temperature` < 1e-5 is greedy. `top_k` 0 = off. `seed` unset = 63 fresh random bits, reported back.
     `max_tokens` unset = whatever fits the model's context and the pool. `logprobs` = how many of the most
     likely tokens to report beside the drawn one (0 = the drawn one only), of the raw logits, or of the
-    processed ones with `logprobs_mode="processed"`.
+    processed ones with `logprobs_mode="processed"`; `logprob_token_ids` are reported as well. `prompt_logprobs`
+    does the same for the prompt's tokens (raw; such a request takes no prefix hit). Repetition counts prompt and
+    answer, frequency and presence the answer. `bad_words` must not occur in the answer.
     """
 
     n: int = 1
@@ -51,11 +58,22 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     logprobs: int | None = None
     logprobs_mode: str = "raw"
+    logprob_token_ids: tuple[int, ...] = ()
+    prompt_logprobs: int | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        for name in ("stop_token_ids", "logprob_token_ids", "bad_words"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        if self.allowed_token_ids is not None:
+            object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
 
     @property
     def greedy(self) -> bool:
@@ -72,7 +90,10 @@ class SpeculationParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One validated-or-about-to-be request. `request_id` is ours and unique; times are engine seconds."""
+    """One validated-or-about-to-be request. `request_id` is ours and unique; times are engine seconds.
+
+    `bad_word_ids` are the token sequences of `params.bad_words`, made by the door (`Tokenizer.bad_word_ids`).
+    """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
@@ -82,6 +103,7 @@ class Request:
     arrival_time: float = 0.0
     deadline: float | None = None
     cache_salt: str = ""
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
 
 
 def _number_violations(params: SamplingParams) -> list[tuple[str, str]]:
@@ -109,8 +131,24 @@ def _number_violations(params: SamplingParams) -> list[tuple[str, str]]:
         found.append(("min_tokens", f"is {params.min_tokens}, more than max_tokens {params.max_tokens}"))
     if params.logprobs is not None and not 0 <= params.logprobs <= MAX_LOGPROBS:
         found.append(("logprobs", f"is {params.logprobs}; allowed: 0 to {MAX_LOGPROBS}"))
+    if params.prompt_logprobs is not None and not 0 <= params.prompt_logprobs <= MAX_LOGPROBS:
+        found.append(("prompt_logprobs", f"is {params.prompt_logprobs}; allowed: 0 to {MAX_LOGPROBS}"))
     if params.logprobs_mode not in ("raw", "processed"):
         found.append(("logprobs_mode", f"is {params.logprobs_mode!r}; allowed: 'raw', 'processed'"))
+    return found + _penalty_violations(params)
+
+
+def _penalty_violations(params: SamplingParams) -> list[tuple[str, str]]:
+    found = []
+    if not (math.isfinite(params.repetition_penalty) and params.repetition_penalty > 0):
+        found.append(("repetition_penalty", f"is {params.repetition_penalty}; allowed: more than 0 (1 = off)"))
+    for name in ("presence_penalty", "frequency_penalty"):
+        value = getattr(params, name)
+        if not -2.0 <= value <= 2.0:
+            found.append((name, f"is {value}; allowed: -2 to 2 (0 = off)"))
+    for token_id, bias in (params.logit_bias or {}).items():
+        if not -MAX_BIAS <= bias <= MAX_BIAS:
+            found.append((f"logit_bias[{token_id}]", f"is {bias}; allowed: -{MAX_BIAS:g} to {MAX_BIAS:g}"))
     return found
 
 
@@ -124,7 +162,16 @@ def _list_violations(params: SamplingParams, limits: ModelLimits) -> list[tuple[
         found.append(("stop", f"strings must have 1 to {MAX_STOP_STRING_LEN} characters"))
     if len(params.stop_token_ids) > MAX_STOP_TOKEN_IDS:
         found.append(("stop_token_ids", f"has {len(params.stop_token_ids)} ids; allowed: at most {MAX_STOP_TOKEN_IDS}"))
-    found += _id_violations("stop_token_ids", params.stop_token_ids, limits.vocab_size)
+    for name, most in (("logit_bias", MAX_BIASES), ("bad_words", MAX_BAD_WORDS), ("logprob_token_ids", MAX_CHOSEN_IDS)):
+        count = len(getattr(params, name) or ())
+        if count > most:
+            found.append((name, f"has {count} entries; allowed: at most {most}"))
+    if any(not word or len(word) > MAX_STOP_STRING_LEN for word in params.bad_words):
+        found.append(("bad_words", f"must have 1 to {MAX_STOP_STRING_LEN} characters each"))
+    if params.allowed_token_ids is not None and not params.allowed_token_ids:
+        found.append(("allowed_token_ids", "is empty; leave it unset to allow every id"))
+    for name in ("stop_token_ids", "logprob_token_ids", "allowed_token_ids", "logit_bias"):
+        found += _id_violations(name, list(getattr(params, name) or ()), limits.vocab_size)
     return found
 
 
@@ -230,3 +277,8 @@ class Sequence:
     @property
     def has_token(self) -> bool:
         return self.num_output > 0
+
+    @property
+    def reports_prompt(self) -> bool:
+        """Its prompt rows need logits, so none of them may come from a prefix hit."""
+        return self.request.params.prompt_logprobs is not None and not self.has_token

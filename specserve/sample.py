@@ -17,20 +17,22 @@ from specserve_kernels import PURPOSE_TARGET, Ops
 from torch import Tensor
 
 from specserve.events import TokenLogprobs
+from specserve.processors import Floats, History, Ids
 from specserve.request import SamplingParams
 
 # candidates looked at before a full sort; top-p at usual p needs far fewer
 _TOP_P_CANDIDATES = 512
 
-Floats = NDArray[np.float32]
-Ids = NDArray[np.int64]
+# what a draw yields where processing excluded every id
+STUCK = -2
 
 
 @dataclass(frozen=True, slots=True)
 class Draw:
     """One token to draw: from logits row `row`, as token `draw_index` of the sequence, for one choice.
 
-    `banned` ids cannot be drawn (min_tokens); `seed` has 64 bits.
+    `banned` ids cannot be drawn (min_tokens); `seed` has 64 bits. `path` are the draft tokens before this row;
+    `history` and `mask` (True = the grammar allows it) are None for requests that have no use for them.
     """
 
     row: int
@@ -39,14 +41,19 @@ class Draw:
     seed: int
     params: SamplingParams
     banned: tuple[int, ...] = ()
+    path: tuple[int, ...] = ()
+    history: History | None = None
+    mask: NDArray[np.bool_] | None = None
 
 
-def _bounded(logits: Floats, banned: Sequence[int]) -> Floats:
-    """The processed logits: a copy with banned ids at -inf, or the row itself."""
-    if not banned:
+def processed(logits: Floats, draw: Draw) -> Floats:
+    """The row's logits after bias, bans and penalties: the row itself where there are none."""
+    if draw.history is not None:
+        return draw.history.process(logits, draw.path, draw.banned, draw.mask)
+    if not draw.banned:
         return logits
     logits = logits.copy()
-    logits[list(banned)] = -np.inf
+    logits[list(draw.banned)] = -np.inf
     return logits
 
 
@@ -101,8 +108,14 @@ def _noise(draw: Draw, vocab_size: int, ops: Ops) -> Floats:
     return noise
 
 
-def _draw_sampled(logits: Floats, draw: Draw, ops: Ops) -> int:
-    ids, scaled = survivors(_bounded(logits, draw.banned), draw.params)
+def _draw_one(raw: Floats, draw: Draw, ops: Ops) -> int:
+    logits = processed(raw, draw)
+    if draw.params.greedy:
+        best = int(np.argmax(logits))
+        return best if logits[best] > -np.inf else STUCK
+    if logits.max() == -np.inf:
+        return STUCK
+    ids, scaled = survivors(logits, draw.params)
     noise = _noise(draw, len(logits), ops)
     if ids is None:
         return int(np.argmax(scaled + noise))
@@ -111,43 +124,50 @@ def _draw_sampled(logits: Floats, draw: Draw, ops: Ops) -> int:
 
 
 def draw_tokens(logits: Tensor, draws: Sequence[Draw], ops: Ops) -> list[int]:
-    """One token id per draw.
+    """One token id per draw, or STUCK where every id is excluded.
 
     Args:
         logits: fp32 [rows, vocab], raw; several draws may share a row (choices of one prompt).
     """
     rows = logits.numpy()
-    drawn = []
-    for draw in draws:
-        if draw.params.greedy:
-            drawn.append(int(np.argmax(_bounded(rows[draw.row], draw.banned))))
-        else:
-            drawn.append(_draw_sampled(rows[draw.row], draw, ops))
-    return drawn
+    return [_draw_one(rows[draw.row], draw, ops) for draw in draws]
 
 
-def token_logprobs(logits: Tensor, draw: Draw, token_id: int) -> TokenLogprobs:
-    """Log-probabilities of one drawn token and of the most likely ones, as its parameters ask.
+def _log_softmax(values: Floats) -> NDArray[np.float64]:
+    wide = values.astype(np.float64)
+    top = wide.max()
+    shifted: NDArray[np.float64] = wide - (top + np.log(np.exp(wide - top).sum()))
+    return shifted
 
-    Raw: log softmax of the raw logits. Processed: log softmax over the survivors of ÷ T and truncation, -inf for
-    the rest; at T < 1e-5 of the processed logits as they are.
-    """
-    raw: Floats = logits[draw.row].numpy()
-    params = draw.params
-    values = raw.astype(np.float64)
-    if params.logprobs_mode == "processed":
-        values = _bounded(raw, draw.banned).astype(np.float64)
-        if not params.greedy:
-            ids, scaled = survivors(_bounded(raw, draw.banned), params)
-            values = scaled.astype(np.float64)
-            if ids is not None:
-                values = np.full_like(values, -np.inf)
-                values[ids] = scaled[ids]
-    top = values.max()
-    values = values - (top + np.log(np.exp(values - top).sum()))
-    best = _best_first(values.astype(np.float32), params.logprobs) if params.logprobs else np.empty(0, np.int64)
+
+def _report(values: NDArray[np.float64], token_id: int, num_top: int, chosen: Sequence[int]) -> TokenLogprobs:
+    best = _best_first(values.astype(np.float32), num_top) if num_top else np.empty(0, np.int64)
     return TokenLogprobs(
         logprob=float(values[token_id]),
         top_ids=tuple(best.tolist()),
         top_logprobs=tuple(values[best].tolist()),
+        chosen_logprobs=tuple(values[list(chosen)].tolist()),
     )
+
+
+def token_logprobs(logits: Tensor, draw: Draw, token_id: int) -> TokenLogprobs:
+    """Log-probabilities of one drawn token and of others, as its parameters ask.
+
+    Raw: log softmax of the raw logits. Processed: log softmax over the survivors of processing, ÷ T and truncation,
+    -inf for the rest; at T < 1e-5 of the processed logits as they are.
+    """
+    raw: Floats = logits[draw.row].numpy()
+    params, values = draw.params, raw
+    if params.logprobs_mode == "processed":
+        values = processed(raw, draw)
+        if not params.greedy:
+            ids, scaled = survivors(values, params)
+            values = scaled if ids is None else np.full_like(scaled, -np.inf)
+            if ids is not None:
+                values[ids] = scaled[ids]
+    return _report(_log_softmax(values), token_id, params.logprobs or 0, params.logprob_token_ids)
+
+
+def prompt_token_logprobs(logits: Tensor, row: int, token_id: int, num_top: int) -> TokenLogprobs:
+    """Log-probabilities, of raw logits, of the prompt token that follows the row's token."""
+    return _report(_log_softmax(logits[row].numpy()), token_id, num_top, ())

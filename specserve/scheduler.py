@@ -162,7 +162,7 @@ class Scheduler:
         table, num_tokens = sequence.table, len(sequence.token_ids)
         keys: list[bytes] = []
         pages: list[int] = []
-        if self.index is not None:
+        if self.index is not None and not sequence.reports_prompt:
             keys, pages = self.index.match(sequence.token_ids, sequence.request.cache_salt)
         table.reopen()
         table.adopt(keys, pages)

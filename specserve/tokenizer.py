@@ -94,6 +94,18 @@ class Tokenizer:
         # The template writes its own BOS, so the tokenizer must not add another.
         return self._encode(text, "messages", add_special_tokens=False)
 
+    def bad_word_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Token sequences that spell the words, at the start of a text and after a space, each once.
+
+        Other spellings (a word cut into tokens differently) are not covered, as in vLLM.
+        """
+        spellings = {
+            tuple(self._encode(prefix + word.lstrip(), "bad_words", add_special_tokens=False)): None
+            for word in words
+            for prefix in ("", " ")
+        }
+        return tuple(ids for ids in spellings if ids)
+
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids; special tokens and ids that the tokenizer does not know give nothing."""
         text: str = self._inner.decode(list(ids), skip_special_tokens=True)

@@ -89,7 +89,7 @@ def write_gguf(
     config = tiny_config(tiny_tokenizer().get_vocab_size(), **{**SHAPE, **options})
     writer = gguf.GGUFWriter(path, arch)
     write_metadata(writer, config)
-    change(writer)
+    change(writer)  # may also overwrite metadata
     rng = np.random.default_rng(0)
     names = {hf: name for name, hf in TOP_NAMES.items()}
     for layer in range(config["num_hidden_layers"]):

@@ -16,6 +16,8 @@ from specserve.cli.ask import chat, generate
 from specserve.cli.demo import demo
 from specserve.cli.pull import pull
 from specserve.cli.serve import serve
+from specserve.cli.sim import sim
+from specserve.cli.verify import verify
 from specserve.errors import ConfigError, InvalidRequest, ModelNotFound, SpecserveError
 
 __all__ = ["app", "main"]
@@ -27,7 +29,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (pull, serve, generate, chat, demo):
+for command in (pull, serve, generate, chat, demo, sim, verify):
     app.command()(command)
 
 

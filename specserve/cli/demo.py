@@ -22,12 +22,8 @@ from specserve.errors import EngineFault
 if TYPE_CHECKING:
     from specserve.v1 import inference_pb2 as pb
 
-PROMPT = (
-    "Fix the spelling and write the whole text again, then say in one sentence what it is about:\n"
-    "The ligthouse keeper climbs the stairs every evening. The lighthouse keeper lights the lamp, and the lamp turns"
-    " until morning. When the fog is thick, the lighthouse keeper rings the bell, and the ships answer."
-)
-TIMEOUT_S = 120
+PROMPT = "Write a Python class for a stack with push, pop, peek and is_empty, with a docstring for each method."
+TIMEOUT_S = 600
 STOP_TIMEOUT_S = 20
 
 

@@ -88,11 +88,13 @@ class GGUFFile:
         field = self._reader.get_field(key)
         return default if field is None else field.contents()
 
-    def require(self, key: str) -> Any:
-        """A metadata value; ModelError if absent."""
-        value = self.get(key)
+    def number(self, key: str, default: int | float | None = None) -> int | float:
+        """A metadata value that is one number above zero; ModelError if it is absent or anything else."""
+        value = self.get(key, default)
         if value is None:
             raise ModelError(f"{self.path}: metadata key {key} is missing")
+        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+            raise ModelError(f"{self.path}: metadata key {key} is {value!r:.80}; supported: one number above 0")
         return value
 
     def read(self, name: str) -> NDArray[np.float32]:
@@ -116,9 +118,9 @@ def read_config(file: GGUFFile) -> dict[str, Any]:
         ModelError: a key is missing, or asks for what the decoder does not compute.
     """
     _refuse_unsupported(file)
-    heads = int(file.require("llama.attention.head_count"))
-    hidden = int(file.require("llama.embedding_length"))
-    head_dim = int(file.get("llama.attention.key_length", hidden // heads))
+    heads = int(file.number("llama.attention.head_count"))
+    hidden = int(file.number("llama.embedding_length"))
+    head_dim = int(file.number("llama.attention.key_length", hidden // heads))
     for key in ("llama.attention.value_length", "llama.rope.dimension_count"):
         if file.get(key, head_dim) != head_dim:
             raise ModelError(f"{file.path}: {key} is {file.get(key)}; supported: the head size, {head_dim}")
@@ -129,15 +131,15 @@ def read_config(file: GGUFFile) -> dict[str, Any]:
         "attention_bias": False,
         "mlp_bias": False,
         "hidden_size": hidden,
-        "intermediate_size": int(file.require("llama.feed_forward_length")),
-        "num_hidden_layers": int(file.require("llama.block_count")),
+        "intermediate_size": int(file.number("llama.feed_forward_length")),
+        "num_hidden_layers": int(file.number("llama.block_count")),
         "num_attention_heads": heads,
-        "num_key_value_heads": int(file.get("llama.attention.head_count_kv", heads)),
+        "num_key_value_heads": int(file.number("llama.attention.head_count_kv", heads)),
         "head_dim": head_dim,
         "vocab_size": int(file.tensors["token_embd.weight"].shape[-1]),
-        "rms_norm_eps": _shortest(file.require("llama.attention.layer_norm_rms_epsilon")),
-        "rope_theta": _shortest(file.get("llama.rope.freq_base", 10000.0)),
-        "max_position_embeddings": int(file.require("llama.context_length")),
+        "rms_norm_eps": _shortest(file.number("llama.attention.layer_norm_rms_epsilon")),
+        "rope_theta": _shortest(file.number("llama.rope.freq_base", 10000.0)),
+        "max_position_embeddings": int(file.number("llama.context_length")),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "torch_dtype": "bfloat16",
     }

@@ -234,6 +234,8 @@ class EngineMachine(RuleBasedStateMachine):
         if isinstance(event.error, NumericFault):
             tokens = [*request.prompt_token_ids, *(t for a in self.answers[event.request_id].values() for t in a)]
             assert POISON in tokens
+        if isinstance(event.error, EngineFault):
+            assert "planted" in str(event.error)
         if isinstance(event.error, DeadlineExceeded):
             assert request.deadline is not None and request.deadline <= self.now
         self.done[event.request_id] = event.error

@@ -90,8 +90,11 @@ def _preempted(harness: EngineHarness, run: Run) -> None:
 
 
 def _page_hit(harness: EngineHarness, run: Run) -> None:
-    for name in ("during", "after"):
-        assert run.started[name].cached_tokens >= harness.engine.limits.page_size
+    page_size = harness.engine.limits.page_size
+    cached = {name: started.cached_tokens for name, started in run.started.items()}
+    assert cached["during"] >= page_size and cached["after"] >= page_size
+    # the same first page, then one with another last id; the same prompt of another tenant
+    assert cached["near_miss"] == page_size and cached["salted"] == 0
 
 
 def _chunked(harness: EngineHarness, run: Run) -> None:
@@ -124,9 +127,11 @@ SITUATIONS: dict[str, Situation] = {
             request("first", mode, prompt(1, 37)),
             request("during", mode, (*prompt(1, 37), 5, 6), seed=8),
             request("after", mode, (*prompt(1, 33), 9), seed=9),
+            request("near_miss", mode, (*prompt(1, 31), 200, 5, 5), seed=10, max_tokens=15),
+            replace(request("salted", mode, prompt(1, 37), seed=11, max_tokens=15), cache_salt="other"),
         ],
         _page_hit,
-        arrivals={"during": 4, "after": 120},
+        arrivals={"during": 4, "after": 120, "near_miss": 121, "salted": 122},
     ),
     "chunked": Situation(
         lambda mode: [request("early", mode, prompt(40, 11)), request(TARGET, mode, prompt(1, 70))],

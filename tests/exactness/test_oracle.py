@@ -6,9 +6,10 @@ engine at once. Ids may differ only where the oracle's margin is below 1e-3, in 
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,16 @@ def numbered(params: list[SamplingParams]) -> list[Request]:
     ]
 
 
+def oracle_params(params: SamplingParams) -> dict[str, Any]:
+    """The parameters by name; one that the oracle does not know must have its default."""
+    known = inspect.signature(Oracle.generate).parameters
+    default = SamplingParams()
+    unknown = [f.name for f in fields(params) if f.name not in known and f.name != "n"]
+    changed = [name for name in unknown if getattr(params, name) != getattr(default, name)]
+    assert not changed, f"the oracle does not know {changed}"
+    return {f.name: getattr(params, f.name) for f in fields(params) if f.name in known}
+
+
 class Answers:
     """What the oracle says to every request, each asked once."""
 
@@ -86,8 +97,7 @@ class Answers:
 
     def of(self, request: Request, choice: int) -> OracleOutput:
         if (request, choice) not in self._known:
-            params = asdict(request.params)
-            del params["n"]
+            params = oracle_params(request.params)
             self._known[request, choice] = self.oracle.generate(
                 request.prompt_token_ids,
                 choice=choice,

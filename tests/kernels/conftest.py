@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,3 +29,13 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     """The two model types."""
     chosen: torch.dtype = request.param
     return chosen
+
+
+@pytest.fixture(autouse=True)
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    """One thread, unless a test asks for more: values do not need two, and a busy machine makes two wait long."""
+    default = torch.get_num_threads()
+    wanted: int = getattr(request, "param", 1)
+    torch.set_num_threads(wanted)
+    yield wanted
+    torch.set_num_threads(default)

@@ -91,6 +91,11 @@ REFUSED: dict[str, tuple[dict[str, Any], type[ModelError], str]] = {
         r"blk\.0\.attn_q\.bias .*unexpected",
     ),
     "experts": ({"change": lambda w: w.add_expert_count(4)}, ModelError, "mixture of experts"),
+    "per_layer_heads": (
+        {"change": lambda w: w.add_head_count_kv([1, 2])},
+        ModelError,
+        r"head_count_kv is \[1, 2\]; supported: one number above 0",
+    ),
     "yarn": (
         {"change": lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.YARN)},
         ModelError,

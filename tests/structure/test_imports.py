@@ -17,18 +17,19 @@ TORCH = "torch"
 # What each row may import besides itself. A row is one module or one folder; the longest matching name counts.
 TABLE: dict[str, frozenset[str]] = {
     "specserve_kernels": frozenset({TORCH}),
-    "sample": PURE_ROWS | {"specserve_kernels", "grammar", TORCH},
+    "processors": PURE_ROWS,
+    "sample": PURE_ROWS | {"processors", "specserve_kernels", "grammar", TORCH},
     "verify": PURE_ROWS | {"specserve_kernels", TORCH},
     "batch": PURE_ROWS | {"specserve_kernels", "grammar", TORCH},
     "grammar": PURE_ROWS | {TORCH},
     "tokenizer": PURE_ROWS,
     "metrics": PURE_ROWS,
     "trace": PURE_ROWS,
-    "commit": PURE_ROWS | {"sample", "tokenizer", "metrics", "grammar"},
+    "commit": PURE_ROWS | {"processors", "sample", "tokenizer", "metrics", "grammar"},
     "models": frozenset({"config", "errors", "specserve_kernels", TORCH}),
     "runner": PURE_ROWS | {"batch", "models", "specserve_kernels", TORCH},
     "specserve_drafts": PURE_ROWS | {"batch", "sample", "models", "grammar", "specserve_kernels", TORCH},
-    "engine": PURE_ROWS | {"batch", "sample", "verify", "commit", "metrics", "trace", "grammar"},
+    "engine": PURE_ROWS | {"batch", "processors", "sample", "verify", "commit", "metrics", "trace", "grammar"},
     "v1": frozenset(),
 }
 TABLE["build"] = PURE_ROWS | {*TABLE, TORCH} - {"v1"}

@@ -17,85 +17,25 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from specserve_kernels.cpu.native_abi import (
+    ANY,
+    TYPES,
+    PackedWeight,
+    attention_args,
+    check,
+    check_keys,
+    open_library,
+    packed_weight,
+    raise_for,
+)
 from specserve_kernels.cpu.native_build import NativeUnavailable, build
+from specserve_kernels.cpu.native_decoder import DecoderModel, NativeDecoder
 from specserve_kernels.ops import AttentionRows, LinearWeight
 
-__all__ = ["NativeOps", "NativeUnavailable", "build", "load"]
+__all__ = ["DecoderModel", "NativeDecoder", "NativeOps", "NativeUnavailable", "build", "load"]
 
 ISAS = ("plain", "avx512", "amx")
-TYPES = {torch.bfloat16: 0, torch.float32: 1}
-ANY = -1  # a size that is not checked
-REASONS = {
-    1: (IndexError, "a token id is outside the vocabulary"),
-    2: (IndexError, "a position is outside the rope table"),
-    3: (IndexError, "a slot is outside the cache or the page table"),
-    4: (IndexError, "a row's sequence is outside the page table"),
-    5: (IndexError, "a visible page is outside the cache"),
-    6: (ValueError, "a row sees no key, more prefix than its page table holds, or more tail than tail_slots has"),
-}
 ARENA = 32 << 20  # bytes; packed weights share huge pages: a 135 M model's are up to 2.6 MB each
-_pointer, _size, _int = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-
-
-class _AttentionArgs(ctypes.Structure):
-    _fields_ = (
-        *((name, _pointer) for name in ("q", "k_cache", "v_cache", "out")),
-        *((name, _pointer) for name in ("sequence", "prefix_len", "tail_slots", "tail_len", "page_table")),
-        *((name, _size) for name in ("rows", "heads", "kv_heads", "dim", "page_size")),
-        *((name, _size) for name in ("depth", "table_stride", "q_stride")),
-        ("scale", ctypes.c_float),
-        ("type", _int),
-    )
-
-
-SIGNATURES = {
-    "spec_select": (_pointer, [ctypes.c_char_p]),
-    "spec_name": (ctypes.c_char_p, [_pointer]),
-    "spec_huge_pages": (None, [_pointer, _size]),
-    "spec_packed_bytes": (_size, [_size, _size, _int]),
-    "spec_pack": (None, [_pointer, _pointer, _size, _size, _int, _int]),
-    "spec_linear": (None, [_pointer] * 4 + [_size] * 3 + [_int] * 3),
-    "spec_embed": (_int, [_pointer] * 4 + [_size] * 3 + [_int]),
-    "spec_rms_norm": (None, [_pointer] * 4 + [_size] * 2 + [ctypes.c_float, _int, _int]),
-    "spec_rope": (_int, [_pointer] * 5 + [_size] * 4 + [_int, _int]),
-    "spec_silu_mul": (None, [_pointer] * 3 + [_size] * 2 + [_int, _int]),
-    "spec_write_kv": (_int, [_pointer] * 6 + [_size] * 5 + [_int]),
-    "spec_move_kv": (_int, [_pointer] * 3 + [_size] * 6 + [_int]),
-    "spec_attention": (_int, [_pointer, ctypes.POINTER(_AttentionArgs), _size, _size, _int]),
-    "spec_noise": (None, [_pointer] * 4 + [_size] * 3 + [_pointer, _int]),
-}
-
-
-def _check(name: str, tensor: Tensor, dtype: torch.dtype | None, *shape: int) -> None:
-    """Contiguous on the CPU, of `dtype` (None: bf16 or fp32) and `shape` (ANY: any size)."""
-    if not isinstance(tensor, Tensor) or tensor.device.type != "cpu":
-        raise TypeError(f"{name} must be a CPU tensor")
-    if (tensor.dtype not in TYPES) if dtype is None else (tensor.dtype != dtype):
-        wanted = dtype or "bfloat16 or float32"
-        raise TypeError(f"{name} must be {wanted}, not {tensor.dtype}")
-    actual = tensor.shape
-    if len(actual) != len(shape) or any(w not in (ANY, a) for w, a in zip(shape, actual, strict=True)):
-        raise ValueError(f"{name} must have shape {[s if s != ANY else '*' for s in shape]}, not {list(actual)}")
-    if not tensor.is_contiguous():
-        raise ValueError(f"{name} must be contiguous")
-
-
-def _raise(reason: int) -> None:
-    if reason:
-        kind, text = REASONS[reason]
-        raise kind(text)
-
-
-class PackedWeight:
-    """Panels of 32 outputs of one weight, in memory that an arena holds."""
-
-    __slots__ = ("data", "in_features", "out_features", "pointer", "type")
-
-    def __init__(self, data: Tensor, weight: Tensor) -> None:
-        self.data = data
-        self.pointer = data.data_ptr()
-        self.out_features, self.in_features = weight.shape
-        self.type = TYPES[weight.dtype]
 
 
 class NativeOps:
@@ -123,7 +63,7 @@ class NativeOps:
 
     def pack_linear(self, weight: Tensor) -> LinearWeight:
         """Prepare a weight [out, in] once, at load: bf16 in AMX tile order, fp32 with outputs side by side."""
-        _check("weight", weight, None, ANY, ANY)
+        check("weight", weight, None, ANY, ANY)
         out_features, in_features = weight.shape
         if not out_features or not in_features:
             raise ValueError("weight must not be empty")
@@ -135,14 +75,14 @@ class NativeOps:
 
     def linear(self, x: Tensor, weight: LinearWeight, out_dtype: torch.dtype | None = None) -> Tensor:
         """[rows, in] → [rows, out], each output one fp32 sum over `in` in one order; `out_dtype` None = x's."""
-        packed = _packed(weight)
-        _check("x", x, weight.raw.dtype, ANY, packed.in_features)
+        packed = packed_weight(weight)
+        check("x", x, weight.raw.dtype, ANY, packed.in_features)
         out_dtype = out_dtype or x.dtype
         if out_dtype not in TYPES:
             raise TypeError(f"out_dtype must be bfloat16 or float32, not {out_dtype}")
         rows = x.shape[0]
         y = torch.empty(rows, packed.out_features, dtype=out_dtype)
-        self._lib.spec_linear(self._kernels, 
+        self._lib.spec_linear(self._kernels,
             x.data_ptr(), packed.pointer, y.data_ptr(), rows, packed.out_features, packed.in_features, packed.type,
             TYPES[out_dtype], torch.get_num_threads(),
         )  # fmt: skip
@@ -151,10 +91,10 @@ class NativeOps:
     def embed(self, ids: Tensor, weight: LinearWeight) -> Tensor:
         """int64 [rows] → [rows, hidden], rows of `weight.raw`. IndexError for an id outside it."""
         table = weight.raw
-        _check("ids", ids, torch.int64, ANY)
-        _check("weight", table, None, ANY, ANY)
+        check("ids", ids, torch.int64, ANY)
+        check("weight", table, None, ANY, ANY)
         y = torch.empty(ids.shape[0], table.shape[1], dtype=table.dtype)
-        _raise(
+        raise_for(
             self._lib.spec_embed(
                 self._kernels,
                 ids.data_ptr(),
@@ -169,8 +109,8 @@ class NativeOps:
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """[rows, hidden]: x / sqrt(mean(x²) + eps) in fp32, rounded to x's dtype, then times weight."""
-        _check("x", x, None, ANY, ANY)
-        _check("weight", weight, x.dtype, x.shape[1])
+        check("x", x, None, ANY, ANY)
+        check("weight", weight, x.dtype, x.shape[1])
         y = torch.empty_like(x)
         self._lib.spec_rms_norm(
             self._kernels,
@@ -186,21 +126,23 @@ class NativeOps:
 
     def rope(self, x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
         """Rotate [rows, heads, head_dim] by halves, in fp32; `table` fp32 [max_positions, head_dim]: cos, then sin."""
-        _check("x", x, None, ANY, ANY, ANY)
+        check("x", x, None, ANY, ANY, ANY)
         rows, heads, dim = x.shape
         if dim % 2:
             raise ValueError("head_dim must be even")
-        _check("positions", positions, torch.int64, rows)
-        _check("table", table, torch.float32, ANY, dim)
+        check("positions", positions, torch.int64, rows)
+        check("table", table, torch.float32, ANY, dim)
         y = torch.empty_like(x)
         pointers = (x.data_ptr(), positions.data_ptr(), table.data_ptr(), y.data_ptr())
         threads = torch.get_num_threads()
-        _raise(self._lib.spec_rope(self._kernels, *pointers, rows, heads, dim, table.shape[0], TYPES[x.dtype], threads))
+        raise_for(
+            self._lib.spec_rope(self._kernels, *pointers, rows, heads, dim, table.shape[0], TYPES[x.dtype], threads)
+        )
         return y
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """[rows, 2 * inner] → silu(first half) * second half, [rows, inner], in fp32 with one rounding."""
-        _check("gate_up", gate_up, None, ANY, ANY)
+        check("gate_up", gate_up, None, ANY, ANY)
         rows, twice = gate_up.shape
         if twice % 2:
             raise ValueError("gate_up must have an even number of columns")
@@ -213,44 +155,46 @@ class NativeOps:
 
     def write_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
         """Store k, v [rows, kv_heads, head_dim] at `slots` int64 [rows] of caches [pages, kv_heads, page_size, dim]."""
-        _check("k", k, None, ANY, ANY, ANY)
+        check("k", k, None, ANY, ANY, ANY)
         rows, kv_heads, dim = k.shape
-        _check("v", v, k.dtype, rows, kv_heads, dim)
-        _check("k_cache", k_cache, k.dtype, ANY, kv_heads, ANY, dim)
-        _check("v_cache", v_cache, k.dtype, *k_cache.shape)
-        _check("slots", slots, torch.int64, rows)
+        check("v", v, k.dtype, rows, kv_heads, dim)
+        check("k_cache", k_cache, k.dtype, ANY, kv_heads, ANY, dim)
+        check("v_cache", v_cache, k.dtype, *k_cache.shape)
+        check("slots", slots, torch.int64, rows)
         pages, page_size = k_cache.shape[0], k_cache.shape[2]
         pointers = (k.data_ptr(), v.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), slots.data_ptr())
-        _raise(self._lib.spec_write_kv(self._kernels, *pointers, rows, pages, kv_heads, page_size, dim, TYPES[k.dtype]))
+        raise_for(
+            self._lib.spec_write_kv(self._kernels, *pointers, rows, pages, kv_heads, page_size, dim, TYPES[k.dtype])
+        )
 
     def move_kv(self, kv: Tensor, source: Tensor, target: Tensor) -> None:
         """Copy slots `source` → `target` (int64 [n]) in all layers of kv [layers, 2, pages, kv_heads, page_size, dim].
 
         All sources are read before any target is written.
         """
-        _check("kv", kv, None, ANY, 2, ANY, ANY, ANY, ANY)
-        _check("source", source, torch.int64, ANY)
-        _check("target", target, torch.int64, source.shape[0])
+        check("kv", kv, None, ANY, 2, ANY, ANY, ANY, ANY)
+        check("source", source, torch.int64, ANY)
+        check("target", target, torch.int64, source.shape[0])
         layers, _, pages, kv_heads, page_size, dim = kv.shape
         sizes = (source.shape[0], 2 * layers, pages, kv_heads, page_size, dim)
         pointers = (kv.data_ptr(), source.data_ptr(), target.data_ptr())
-        _raise(self._lib.spec_move_kv(*pointers, *sizes, TYPES[kv.dtype]))
+        raise_for(self._lib.spec_move_kv(*pointers, *sizes, TYPES[kv.dtype]))
 
     def attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: AttentionRows, scale: float) -> Tensor:
         """Softmax attention of q [rows, heads, head_dim] over the visible slots → [rows, heads, head_dim]."""
-        _check("q", q, None, ANY, ANY, ANY)
+        check("q", q, None, ANY, ANY, ANY)
         num_rows, heads, dim = q.shape
-        _check("k_cache", k_cache, q.dtype, ANY, ANY, ANY, dim)
-        _check("v_cache", v_cache, q.dtype, *k_cache.shape)
+        check("k_cache", k_cache, q.dtype, ANY, ANY, ANY, dim)
+        check("v_cache", v_cache, q.dtype, *k_cache.shape)
         if heads % k_cache.shape[1]:
             raise ValueError(f"{heads} query heads do not share {k_cache.shape[1]} kv heads evenly")
         out = torch.empty_like(q)
-        args = _attention_args(rows, num_rows)
+        args = attention_args(rows, num_rows)
         args.q, args.k_cache, args.v_cache, args.out = (t.data_ptr() for t in (q, k_cache, v_cache, out))
         args.heads, args.kv_heads, args.dim = heads, k_cache.shape[1], dim
         args.page_size, args.q_stride, args.scale, args.type = k_cache.shape[2], heads * dim, scale, TYPES[q.dtype]
         threads = torch.get_num_threads()
-        _raise(
+        raise_for(
             self._lib.spec_attention(
                 self._kernels, ctypes.byref(args), rows.page_table.shape[0], k_cache.shape[0], threads
             )
@@ -259,54 +203,47 @@ class NativeOps:
 
     def noise(self, seed: Tensor, draw_index: Tensor, choice: Tensor, purpose: int, vocab_size: int) -> Tensor:
         """Gumbel noise fp32 [n, vocab_size] for n keys (int64 [n] each); see Ops.noise."""
-        n = _check_keys(seed, draw_index, choice)
+        n = check_keys(seed, draw_index, choice)
         out = torch.empty(n, vocab_size, dtype=torch.float32)
         pointers = (seed.data_ptr(), draw_index.data_ptr(), choice.data_ptr())
         self._lib.spec_noise(self._kernels, *pointers, purpose, n, vocab_size, out.data_ptr(), torch.get_num_threads())
         return out
 
+    def sample(
+        self,
+        logits: Tensor,
+        temperature: Tensor,
+        top_k: Tensor,
+        top_p: Tensor,
+        min_p: Tensor,
+        seed: Tensor,
+        draw_index: Tensor,
+        choice: Tensor,
+    ) -> Tensor:
+        """One id per row of processed logits, fp32 [n, vocab] → int64 [n], as DESIGN 2 defines the draw.
 
-def _packed(weight: LinearWeight) -> PackedWeight:
-    if not isinstance(weight.packed, PackedWeight):
-        raise TypeError("the weight was not packed by this backend's pack_linear")
-    return weight.packed
+        `temperature` fp32 [n], `top_k` int32 [n] (≤ 0: off), `top_p` and `min_p` fp64 [n] (≥ 1 and ≤ 0: off; fp64
+        because Python's numbers are, and 0.9 in fp32 can end the prefix one id earlier), keys int64 [n].
+        """
+        check("logits", logits, torch.float32, ANY, ANY)
+        n, vocab = logits.shape
+        if not 0 < vocab < 1 << 31:
+            raise ValueError("logits need between 1 and 2**31 - 1 columns")
+        if check_keys(seed, draw_index, choice) != n:
+            raise ValueError(f"{n} rows of logits need {n} keys, not {seed.shape[0]}")
+        check("temperature", temperature, torch.float32, n)
+        check("top_k", top_k, torch.int32, n)
+        check("top_p", top_p, torch.float64, n)
+        check("min_p", min_p, torch.float64, n)
+        ids = torch.empty(n, dtype=torch.int64)
+        inputs = (logits, temperature, top_k, top_p, min_p, seed, draw_index, choice)
+        pointers = [t.data_ptr() for t in inputs]
+        self._lib.spec_sample(self._kernels, *pointers, n, vocab, ids.data_ptr(), torch.get_num_threads())
+        return ids
 
-
-def _check_keys(*keys: Tensor) -> int:
-    for name, key in zip(("seed", "draw_index", "choice"), keys, strict=True):
-        _check(name, key, torch.int64, keys[0].shape[0] if keys[0].dim() else ANY)
-    return keys[0].shape[0]
-
-
-def _attention_args(rows: AttentionRows, num_rows: int) -> _AttentionArgs:
-    """The part of the arguments that is the same in all layers; the values are checked on the other side."""
-    _check("rows.sequence", rows.sequence, torch.int32, num_rows)
-    _check("rows.prefix_len", rows.prefix_len, torch.int32, num_rows)
-    _check("rows.tail_slots", rows.tail_slots, torch.int32, num_rows, ANY)
-    _check("rows.tail_len", rows.tail_len, torch.int32, num_rows)
-    _check("rows.page_table", rows.page_table, torch.int32, ANY, ANY)
-    args = _AttentionArgs()
-    args.sequence, args.prefix_len = rows.sequence.data_ptr(), rows.prefix_len.data_ptr()
-    args.tail_slots, args.tail_len = rows.tail_slots.data_ptr(), rows.tail_len.data_ptr()
-    args.page_table, args.rows = rows.page_table.data_ptr(), num_rows
-    args.depth, args.table_stride = rows.tail_slots.shape[1], rows.page_table.shape[1]
-    return args
-
-
-_loaded: dict[Path, ctypes.CDLL] = {}
-
-
-def _library(path: Path) -> ctypes.CDLL:
-    if path not in _loaded:
-        try:
-            library = ctypes.CDLL(str(path))
-        except OSError as error:
-            raise NativeUnavailable(f"{path} does not load: {error}") from error
-        for name, (result, arguments) in SIGNATURES.items():
-            function = getattr(library, name)
-            function.restype, function.argtypes = result, arguments
-        _loaded[path] = library
-    return _loaded[path]
+    def decoder(self, model: DecoderModel) -> NativeDecoder:
+        """Check a model once and return its whole forward as one call."""
+        return NativeDecoder(self._lib, self._kernels, model)
 
 
 def load(cache: Path | None = None) -> NativeOps:
@@ -314,7 +251,7 @@ def load(cache: Path | None = None) -> NativeOps:
     limit = os.environ.get("SPECSERVE_NATIVE_ISA") or ISAS[-1]
     if limit not in ISAS:
         raise ValueError(f"SPECSERVE_NATIVE_ISA must be one of {', '.join(ISAS)}, not {limit!r}")
-    return NativeOps(_library(build(cache)), limit)
+    return NativeOps(open_library(build(cache)), limit)
 
 
 def main(arguments: Sequence[str]) -> int:

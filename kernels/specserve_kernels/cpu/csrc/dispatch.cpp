@@ -34,7 +34,7 @@ class Barrier {
       return;
     }
     for (unsigned spins = 0; round_.load(std::memory_order_acquire) == round; spins++) {
-      if (spins >= 20000)
+      if (spins >= 1000)
         sched_yield();
 #ifdef SPEC_X86
       else
@@ -444,7 +444,7 @@ void spec_noise(const Kernels* kernels, const int64_t* seed, const int64_t* inde
 
 // top_k <= 0, top_p >= 1, min_p <= 0: off
 void spec_sample(const Kernels* kernels, const float* logits, const float* temperature, const int32_t* top_k,
-                 const float* top_p, const float* min_p, const int64_t* seed, const int64_t* index,
+                 const double* top_p, const double* min_p, const int64_t* seed, const int64_t* index,
                  const int64_t* choice, int64_t n, int64_t vocab, int64_t* ids, int threads) {
   parallel(kernels, n < threads ? (int)n : threads, [&](Team t) {
     for (int64_t i = t.tid; i < n; i += t.nth)

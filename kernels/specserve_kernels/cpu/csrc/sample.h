@@ -11,7 +11,8 @@
 namespace spec {
 
 struct Sampling {
-  float temperature, top_p, min_p;
+  float temperature;
+  double top_p, min_p;
   int32_t top_k;
   int64_t seed, index, choice;
 };
@@ -55,7 +56,7 @@ inline int64_t sample_row(const Kernels* kernels, const float* logits, int64_t v
   if (p.temperature < 1e-5f) return first_largest(logits, vocab);
   scaled.resize(vocab);
   for (int64_t i = 0; i < vocab; i++) scaled[i] = logits[i] / p.temperature;
-  const bool by_k = p.top_k > 0 && p.top_k < vocab, by_p = p.top_p < 1.0f, by_min = p.min_p > 0.0f;
+  const bool by_k = p.top_k > 0 && p.top_k < vocab, by_p = p.top_p < 1.0, by_min = p.min_p > 0.0;
   if (by_k || by_p || by_min) {
     const float top = scaled[first_largest(scaled.data(), vocab)];
     int64_t kept = vocab;
@@ -74,7 +75,7 @@ inline int64_t sample_row(const Kernels* kernels, const float* logits, int64_t v
         for (uint64_t key : pool) total += weight[(uint32_t)key];
       }
     }
-    if (by_p) kept = shortest_prefix(pool, weight.data(), (double)p.top_p * total);
+    if (by_p) kept = shortest_prefix(pool, weight.data(), p.top_p * total);
     if (by_k || by_p) {
       std::vector<float>& all = scaled;
       static thread_local std::vector<float> left;
@@ -84,7 +85,7 @@ inline int64_t sample_row(const Kernels* kernels, const float* logits, int64_t v
     }
     if (by_min)  // the largest is always among what is left: its weight is 1
       for (int64_t i = 0; i < vocab; i++)
-        if (weight[i] < (double)p.min_p) scaled[i] = -INFINITY;
+        if (weight[i] < p.min_p) scaled[i] = -INFINITY;
   }
   return kernels->draw(scaled.data(), vocab, p.seed, p.index, p.choice, 0);
 }

@@ -1,0 +1,333 @@
+"""The native backend beyond the common tests: its instruction sets, its build, its refusals, its fused calls."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from paged_case import PagedCase, Row, Shape, build_case
+from specserve_kernels import AttentionRows, LinearWeight, reference
+from specserve_kernels.cpu import native
+from torch import Tensor
+
+pytestmark = pytest.mark.filterwarnings("error")
+TOLERANCE = {torch.bfloat16: 1.6e-2, torch.float32: 2e-5}
+
+
+def load(limit: str, monkeypatch: pytest.MonkeyPatch) -> native.NativeOps:
+    monkeypatch.setenv("SPECSERVE_NATIVE_ISA", limit)
+    try:
+        ops = native.load()
+    except native.NativeUnavailable as error:
+        pytest.skip(str(error))
+    if ops.isa != limit:
+        pytest.skip(f"this CPU has no {limit}")
+    return ops
+
+
+@pytest.fixture(params=native.ISAS)
+def ops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> native.NativeOps:
+    """The backend held to each instruction set that this CPU has."""
+    return load(request.param, monkeypatch)
+
+
+@pytest.fixture
+def best(monkeypatch: pytest.MonkeyPatch) -> native.NativeOps:
+    """The backend as a user gets it."""
+    monkeypatch.delenv("SPECSERVE_NATIVE_ISA", raising=False)
+    try:
+        return native.load()
+    except native.NativeUnavailable as error:
+        pytest.skip(str(error))
+
+
+def normal(*size: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(*size, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Bit for bit, NaN included."""
+    return a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+@pytest.mark.parametrize(("out_features", "in_features"), [(1, 1), (33, 31), (96, 128), (70, 577)])
+def test_linear_per_isa(ops: native.NativeOps, dtype: torch.dtype, out_features: int, in_features: int) -> None:
+    x, weight = normal(70, in_features, dtype=dtype), ops.pack_linear(normal(out_features, in_features, dtype=dtype))
+    got = ops.linear(x, weight, torch.float32)
+    expected = reference.linear(x, reference.pack_linear(weight.raw), torch.float32)
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4 * in_features**0.5)
+    dirty = x.clone()
+    dirty[1::2] = float("nan")
+    for rows in (1, 2, 15, 17, 33, 70):
+        assert same(ops.linear(x[:rows].clone(), weight, torch.float32), got[:rows])
+        assert same(ops.linear(dirty[:rows].clone(), weight, torch.float32)[::2], got[:rows][::2])
+
+
+CASES = {
+    "chunk": [Row(0, past + 1) for past in range(250, 290)],
+    "trees": [
+        *(Row(1, 120, tuple(120 + n for n in path)) for path in ((), (0,), (0, 3), (1,), (1, 2), (1, 2, 9))),
+        *(Row(2, 300, tuple(300 + n for n in path)) for path in ((0,), (0, 1), (0, 2), (0, 2, 30))),
+        Row(0, 1),
+        Row(0, 129),
+    ],
+}
+
+
+def attention_case(name: str, shape: Shape, dtype: torch.dtype) -> PagedCase:
+    return build_case(shape, CASES[name], dtype)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("shape", [Shape(9, 3, 64, 16), Shape(4, 2, 40, 8), Shape(20, 1, 32, 16)], ids=str)
+def test_attention_per_isa(ops: native.NativeOps, dtype: torch.dtype, name: str, shape: Shape) -> None:
+    case = attention_case(name, shape, dtype)
+    got = case.run(ops)
+    torch.testing.assert_close(got, case.run(reference), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    count = len(case.rows)
+    for index in (0, 1, count // 2, count - 1):
+        for poison in (float("nan"), 1e38):
+            alone = case.poisoned(poison, [index]).select([index]).run(ops)
+            assert same(alone, got[index : index + 1])
+            among = case.poisoned(poison, [index]).run(ops)
+            assert same(among[index], got[index])
+
+
+def test_threads_do_not_matter(best: native.NativeOps, dtype: torch.dtype) -> None:
+    case = attention_case("trees", Shape(9, 3, 64, 16), dtype)
+    x, weight = normal(40, 96, dtype=dtype), best.pack_linear(normal(100, 96, dtype=dtype))
+    results = []
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            results.append((case.run(best), best.linear(x, weight), best.silu_mul(x)))
+    finally:
+        torch.set_num_threads(before)
+    assert all(same(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
+
+
+def keys(*values: int) -> Tensor:
+    return torch.tensor(values)
+
+
+def test_noise_has_the_same_bits_on_every_isa(monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = (keys(-1, 7), keys(3, 2**31), keys(0, 2), 0)
+    plain = load("plain", monkeypatch).noise(*arguments, 1001)
+    for limit in native.ISAS[1:]:
+        assert same(plain, load(limit, monkeypatch).noise(*arguments, 1001))
+    for vocab_size in (1, 31, 32, 33, 1000):
+        assert same(plain[:, :vocab_size].contiguous(), load("plain", monkeypatch).noise(*arguments, vocab_size))
+
+
+def expected_token(
+    logits: np.ndarray, noise: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float
+) -> int:
+    """DESIGN 2 written down plainly."""
+    if temperature < 1e-5:
+        return int(np.argmax(logits))
+    scaled = logits / np.float32(temperature)
+    order = np.argsort(-logits, kind="stable")
+    if 0 < top_k < len(order):
+        order = order[:top_k]
+    weights = np.exp(scaled[order].astype(np.float64) - scaled[order].max())
+    if top_p < 1:
+        count = int(np.argmax(np.cumsum(weights) >= top_p * weights.sum())) + 1
+        order, weights = order[:count], weights[:count]
+    if min_p > 0:
+        order = order[weights >= min_p * weights.max()]
+    order = np.sort(order)
+    return int(order[np.argmax(scaled[order] + noise[order])])
+
+
+@pytest.mark.parametrize("vocab_size", [1, 37, 5003])
+@pytest.mark.parametrize("spread", [0.0, 0.3, 3.0, 300.0])
+def test_sample(ops: native.NativeOps, vocab_size: int, spread: float) -> None:
+    settings = [
+        (temperature, top_k, top_p, min_p)
+        for temperature in (0.0, 0.7, 1.0, 40.0)
+        for top_k, top_p, min_p in (
+            (0, 1.0, 0.0), (5, 1.0, 0.0), (0, 0.9, 0.0), (0, 1.0, 0.1), (50, 0.5, 0.02), (0, 0.999, 0.0), (1, 0.1, 0.9),
+        )
+    ]  # fmt: skip
+    n = len(settings)
+    logits = (normal(n, vocab_size) * spread).bfloat16().float()  # rounded: many ties
+    logits[:, ::7] = float("-inf")
+    logits[:, 0] = 0.0
+    temperature, top_k, top_p, min_p = zip(*settings, strict=True)
+    seed, index, choice = torch.arange(n) - 3, torch.arange(n) * 11, torch.arange(n) % 3
+    got = ops.sample(
+        logits, torch.tensor(temperature), torch.tensor(top_k, dtype=torch.int32),
+        torch.tensor(top_p, dtype=torch.float64), torch.tensor(min_p, dtype=torch.float64), seed, index, choice,
+    )  # fmt: skip
+    noise = ops.noise(seed, index, choice, 0, vocab_size)
+    expected = [expected_token(logits[i].numpy(), noise[i].numpy(), *settings[i]) for i in range(n)]
+    assert got.tolist() == expected
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer of a small decoder."""
+
+    attention_norm: Tensor
+    qkv: LinearWeight
+    output: LinearWeight
+    mlp_norm: Tensor
+    gate_up: LinearWeight
+    down: LinearWeight
+
+
+HIDDEN, INNER, HEADS, KV_HEADS, DIM, LAYERS, PAGES = 96, 160, 6, 2, 32, 2, 24
+
+
+def small_model(ops: native.NativeOps, dtype: torch.dtype) -> native.DecoderModel:
+    def matrix(rows: int, columns: int) -> LinearWeight:
+        return ops.pack_linear(normal(rows, columns, dtype=dtype, seed=rows) / columns**0.5)
+
+    norm = normal(HIDDEN, dtype=dtype) * 0.1 + 1
+    layers = [
+        Layer(
+            norm, matrix((HEADS + 2 * KV_HEADS) * DIM, HIDDEN), matrix(HIDDEN, HEADS * DIM),
+            norm, matrix(2 * INNER, HIDDEN), matrix(HIDDEN, INNER),
+        )
+        for _ in range(LAYERS)
+    ]  # fmt: skip
+    return native.DecoderModel(
+        embed=matrix(50, HIDDEN), layers=layers, norm=norm, rope_table=normal(400, DIM), heads=HEADS,
+        kv_heads=KV_HEADS, head_dim=DIM, eps=1e-5, scale=DIM**-0.5,
+    )  # fmt: skip
+
+
+def op_by_op(
+    ops: native.NativeOps, model: native.DecoderModel, ids: Tensor, positions: Tensor, slots: Tensor,
+    rows: AttentionRows, kv: Tensor,
+) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
+    x, states = ops.embed(ids, model.embed), []
+    for layer, cache in zip(model.layers, kv, strict=True):
+        qkv = ops.linear(ops.rms_norm(x, layer.attention_norm, model.eps), layer.qkv).view(len(ids), -1, DIM)
+        rotated = ops.rope(qkv[:, : HEADS + KV_HEADS].contiguous(), positions, model.rope_table)
+        k, v = rotated[:, HEADS:].contiguous(), qkv[:, HEADS + KV_HEADS :].contiguous()
+        ops.write_kv(k, v, cache[0], cache[1], slots)
+        attended = ops.attention(rotated[:, :HEADS].contiguous(), cache[0], cache[1], rows, model.scale)
+        x = x + ops.linear(attended.view(len(ids), -1), layer.output)
+        gate_up = ops.linear(ops.rms_norm(x, layer.mlp_norm, model.eps), layer.gate_up)
+        x = x + ops.linear(ops.silu_mul(gate_up), layer.down)
+        states.append(x)
+    return ops.rms_norm(x, model.norm, model.eps), states
+
+
+def chunk(past: int, count: int) -> tuple[Tensor, Tensor, AttentionRows]:
+    """Positions, slots and rows of a chunk over `past` tokens of one sequence."""
+    table = torch.randperm(PAGES, generator=torch.Generator().manual_seed(1))[None].int()
+    positions = torch.arange(past, past + count)
+    rows = AttentionRows(
+        torch.zeros(count, dtype=torch.int32), positions.int() + 1, torch.zeros(count, 0, dtype=torch.int32),
+        torch.zeros(count, dtype=torch.int32), table,
+    )  # fmt: skip
+    return positions, table[0, positions // 16].long() * 16 + positions % 16, rows
+
+
+@pytest.mark.parametrize(("past", "count"), [(0, 1), (130, 1), (131, 5), (40, 50)])
+def test_fused_decoder_has_the_bits_of_the_ops(
+    ops: native.NativeOps, dtype: torch.dtype, past: int, count: int
+) -> None:
+    model = small_model(ops, dtype)
+    positions, slots, rows = chunk(past, count)
+    ids, kv = torch.arange(count) % 50, normal(LAYERS, 2, PAGES, KV_HEADS, 16, DIM, dtype=dtype)
+    fused_kv, short_kv = kv.clone(), kv.clone()
+    expected, states = op_by_op(ops, model, ids, positions, slots, rows, kv)
+    decoder = ops.decoder(model)
+    got, features = decoder.forward(ids, positions, slots, rows, fused_kv, feature_layers=[0, 1])
+    assert same(got, expected)
+    assert same(fused_kv, kv)
+    assert same(features, torch.stack(states))
+    _, first = decoder.forward(ids, positions, slots, rows, short_kv, num_layers=1, feature_layers=[0])
+    assert same(first[0], states[0])
+
+
+def test_wrong_inputs_raise(best: native.NativeOps) -> None:
+    x, weight = normal(3, 8), best.pack_linear(normal(4, 8))
+    for wrong in (x.double(), x.bfloat16(), x[:, :7], x.t(), normal(3, 16)[:, ::2], normal(8)):
+        with pytest.raises((TypeError, ValueError)):
+            best.linear(wrong, weight)
+    with pytest.raises(TypeError, match="pack_linear"):
+        best.linear(x, LinearWeight(weight.raw))
+    with pytest.raises(IndexError, match="vocabulary"):
+        best.embed(keys(4), weight)
+    with pytest.raises(IndexError, match="rope"):
+        best.rope(normal(1, 1, 8), keys(5), normal(5, 8))
+    cache = normal(2, 1, 4, 8)
+    for slot in (-1, 8):
+        with pytest.raises(IndexError, match="slot"):
+            best.write_kv(normal(1, 1, 8), normal(1, 1, 8), cache, cache.clone(), keys(slot))
+        with pytest.raises(IndexError, match="slot"):
+            best.move_kv(normal(1, 2, 2, 1, 4, 8), keys(0), keys(slot))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"sequence": [1]}, {"sequence": [-1]}, {"prefix_len": [0]}, {"prefix_len": [-1]}, {"prefix_len": [13]},
+        {"prefix_len": [9]}, {"tail_len": [2]}, {"tail_len": [-1]}, {"tail_slots": [[12]], "tail_len": [1]},
+        {"tail_slots": [[-1]], "tail_len": [1]}, {"tail_slots": [[8]], "tail_len": [1]},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_wrong_rows_raise(best: native.NativeOps, change: dict[str, list[int]]) -> None:
+    fields: dict[str, list[int] | list[list[int]]] = {
+        "sequence": [0], "prefix_len": [8], "tail_slots": [[0]], "tail_len": [0], "page_table": [[1, 0, 77]], **change,
+    }  # fmt: skip
+    rows = AttentionRows(**{name: torch.tensor(value, dtype=torch.int32) for name, value in fields.items()})
+    with pytest.raises((IndexError, ValueError)):
+        best.attention(normal(1, 1, 8), normal(2, 1, 4, 8), normal(2, 1, 4, 8), rows, 1.0)
+
+
+BUILD = (
+    "from pathlib import Path; import sys; from specserve_kernels.cpu import native; native.build(Path(sys.argv[1]))"
+)
+
+
+def test_two_processes_build_at_once(best: native.NativeOps, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", BUILD, str(tmp_path / "cache")]
+    both = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    errors = [process.communicate()[1] for process in both]
+    assert [process.returncode for process in both] == [0, 0], errors
+    assert len(list((tmp_path / "cache").glob("*/specserve_native.so"))) == 1
+    assert {path.name for path in (tmp_path / "cache").glob("*/*")} == {"specserve_native.so", "lock"}
+    loaded = native.load(tmp_path / "cache")
+    assert loaded.isa == best.isa
+
+
+def test_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(native.NativeUnavailable, match=r"no C\+\+ compiler"):
+        native.load(tmp_path)
+
+
+def test_broken_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = tmp_path / "cxx"
+    fake.write_text('#!/bin/sh\n[ "$1" = --version ] && exit 0\necho "cannot compile today" >&2; exit 1\n')
+    fake.chmod(0o755)
+    monkeypatch.setenv("CXX", str(fake))
+    with pytest.raises(native.NativeUnavailable, match="cannot compile today"):
+        native.load(tmp_path)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
+def test_unwritable_cache(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(native.NativeUnavailable, match="cannot write"):
+        native.build(tmp_path / "cache")
+
+
+def test_unknown_isa(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECSERVE_NATIVE_ISA", "sse9")
+    with pytest.raises(ValueError, match="SPECSERVE_NATIVE_ISA"):
+        native.load()
