@@ -35,9 +35,10 @@ from specserve.pages import PagePool, PageTable
 from specserve.prefix import PrefixIndex
 from specserve.processors import History, needs_history
 from specserve.proposal import EMPTY_TREE, Drafter, DraftRow, DraftTree, StepResult
-from specserve.request import Request, Sequence, validate
+from specserve.request import Request, Sequence
 from specserve.sample import STUCK, Draw, draw_tokens, prompt_token_logprobs, token_logprobs
 from specserve.scheduler import PlannedRows, Scheduler, StepPlan
+from specserve.validation import validate
 from specserve.verify import walk
 
 if TYPE_CHECKING:

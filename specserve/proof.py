@@ -2,8 +2,9 @@
 
 Every prompt is asked greedily and sampled with a seed, alone and beside all others, on one engine; only the requests
 differ. Each side has a prefix-cache salt of its own, so that neither reads what the other wrote (a fault in both would
-not show), while what was asked alone is hit by the batch. Where the answers part, the report has the position, both ids, and the margin between the two likeliest tokens there: in exact
-numerics no margin excuses a divergence, in fast numerics a near-tie may flip.
+not show), while what was asked alone is hit by the batch. Where the answers part, the report has the position, both
+ids, and the margin between the two likeliest tokens there: in exact numerics no margin excuses a divergence, in fast
+numerics a near-tie may flip.
 """
 
 from __future__ import annotations

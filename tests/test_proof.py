@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -81,16 +82,13 @@ def test_a_lossy_engine_is_caught(model: str, dataset: Path, monkeypatch: pytest
     assert 0 < found["position"] < 24
     assert found["on_id"] != found["off_id"]
     assert found["margin"] >= 0
-    shown = verify(model, "--dataset", str(dataset))
-    assert shown.exit_code == 1
-    assert f"DIFFERENT from token {found['position']} on: {found['on_id']} " in shown.stdout
 
 
 def test_a_wrong_walk_is_caught(model: str, dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "walk", accept_a_wrong_child)
-    result = verify(model, "--dataset", str(dataset), "--json")
+    result = verify(model, "--dataset", str(dataset))
     assert result.exit_code == 1, result.output
-    assert json.loads(result.stdout)["divergent"] > 0
+    assert re.search(r"DIFFERENT from token \d+ on: \d+ '.*' with speculation, \d+ '.*' without; top-2", result.stdout)
 
 
 def test_only_near_ties_are_excused_and_only_in_fast_numerics() -> None:

@@ -23,11 +23,12 @@ from grpc_status import rpc_status
 from specserve import __version__
 from specserve.errors import ConfigError, FieldViolation, InvalidRequest
 from specserve.events import Delta, Event, Failed, Finished, FinishReason, SpeculationStats, Started, Timing, Token
-from specserve.request import Request, SamplingParams, SpeculationParams, validate
+from specserve.request import Request, SamplingParams, SpeculationParams
 from specserve.server import AsyncEngine, Served, TextTokenizer, done
 from specserve.server.status import to_status
 from specserve.v1 import inference_pb2 as pb
 from specserve.v1 import inference_pb2_grpc as pb_grpc
+from specserve.validation import validate
 
 INFERENCE_SERVICE = "specserve.v1.InferenceService"
 MODEL_SERVICE = "specserve.v1.ModelService"

@@ -11,7 +11,8 @@ from specserve_drafts.ngram import NgramDrafter
 from specserve.config import EngineConfig, ModelLimits, SchedulerConfig, SpeculationConfig
 from specserve.errors import ConfigError, ContextLengthExceeded, InvalidRequest
 from specserve.proposal import DraftRow, DraftTree
-from specserve.request import Request, SamplingParams, SpeculationParams, validate
+from specserve.request import Request, SamplingParams, SpeculationParams
+from specserve.validation import validate
 
 LIMITS = ModelLimits(vocab_size=100, max_model_len=64, pool_tokens=48, page_size=16, max_num_seqs=4, eos_token_ids=(0,))
 

@@ -22,7 +22,8 @@ from specserve.events import (
     TokenLogprobs,
     Usage,
 )
-from specserve.request import Request, validate
+from specserve.request import Request
+from specserve.validation import validate
 
 LIMITS = ModelLimits(
     vocab_size=1000, max_model_len=64, pool_tokens=640, page_size=16, max_num_seqs=4, eos_token_ids=(2,)

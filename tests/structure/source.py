@@ -18,7 +18,7 @@ PACKAGES = {
     "specserve_drafts": ROOT / "drafts" / "specserve_drafts",
 }
 COMPUTED = "<computed>"
-PURE = ("errors", "config", "events", "request", "proposal", "pages", "prefix", "scheduler", "controller")
+PURE = ("errors", "config", "events", "request", "validation", "proposal", "pages", "prefix", "scheduler", "controller")
 
 
 @dataclass(frozen=True)
