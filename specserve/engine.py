@@ -253,13 +253,14 @@ class Engine:
             if plan.node_cap:
                 by_drafter.setdefault(plan.sequence.stats.drafter, []).append(i)
         for name, group in by_drafter.items():
+            asked = [plans[i] for i in group]
             try:
-                proposed = self._ask(self._drafters[name], [plans[i] for i in group])
+                proposed = self._ask(self._drafters[name], asked)
+                faults = [tree.fault(self.limits.vocab_size) for tree in proposed]
             except Exception as exc:
-                self._lose_drafts([plans[i].sequence for i in group], f"raised {type(exc).__name__}: {exc}")
+                self._lose_drafts([plan.sequence for plan in asked], f"raised {type(exc).__name__}: {exc}")
                 continue
-            for i, tree in zip(group, proposed, strict=True):
-                fault = tree.fault(self.limits.vocab_size)
+            for i, tree, fault in zip(group, proposed, faults, strict=True):
                 if fault is None:
                     trees[i] = tree.prune(plans[i].node_cap, plans[i].max_depth)
                 else:
@@ -271,8 +272,8 @@ class Engine:
         for plan in plans:
             view = self._view(plan.sequence)
             if plan.sequence not in self._drafting:
-                self._drafting.add(plan.sequence)
                 drafter.start(view)
+                self._drafting.add(plan.sequence)
             views.append(view)
         trees = drafter.propose(views, [plan.node_cap for plan in plans])
         if len(trees) != len(plans):

@@ -47,6 +47,8 @@ class DraftTree:
     def fault(self, vocab_size: int) -> str | None:
         """Why this tree cannot be verified, or None if it can."""
         n = len(self.token_ids)
+        if not all(isinstance(value, int) for value in (*self.token_ids, *self.parents)):
+            return "has ids or parents that are not integers"
         if len(self.parents) != n or len(self.drafters) != n:
             return f"has {n} ids, {len(self.parents)} parents and {len(self.drafters)} drafters"
         for i, (token_id, parent) in enumerate(zip(self.token_ids, self.parents, strict=True)):

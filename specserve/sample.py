@@ -57,7 +57,7 @@ def processed(logits: Floats, draw: Draw) -> Floats:
     return logits
 
 
-def _best_first(logits: Floats, count: int) -> Ids:
+def _best_first(logits: Floats | NDArray[np.float64], count: int) -> Ids:
     """Ids of the `count` largest logits, logit descending, id ascending among equals."""
     if count < len(logits):
         edge = np.partition(logits, len(logits) - count)[len(logits) - count]
@@ -141,7 +141,7 @@ def _log_softmax(values: Floats) -> NDArray[np.float64]:
 
 
 def _report(values: NDArray[np.float64], token_id: int, num_top: int, chosen: Sequence[int]) -> TokenLogprobs:
-    best = _best_first(values.astype(np.float32), num_top) if num_top else np.empty(0, np.int64)
+    best = _best_first(values, num_top) if num_top else np.empty(0, np.int64)
     return TokenLogprobs(
         logprob=float(values[token_id]),
         top_ids=tuple(best.tolist()),

@@ -328,15 +328,15 @@ _LOW_WORD_64, _WORD_BITS_64 = np.uint64(_LOW_WORD), np.uint64(32)
 
 def noise(seed: Tensor, draw_index: Tensor, choice: Tensor, purpose: int, vocab_size: int) -> Tensor:
     """Gumbel noise fp32 [n, vocab_size] for n keys (int64 [n] each), as the protocol defines it."""
-    out = torch.empty(seed.shape[0], vocab_size)
+    out: Float32 = np.empty((seed.shape[0], vocab_size), np.float32)
     keys = zip(seed.tolist(), draw_index.tolist(), choice.tolist(), strict=True)
     for line, (one_seed, one_draw, one_choice) in zip(out, keys, strict=True):
         blocks = np.arange(-(-vocab_size // 4), dtype=np.uint64)
         draw, which, why = (np.full_like(blocks, word & _LOW_WORD) for word in (one_draw, one_choice, purpose))
         words = np.stack(philox((blocks, draw, which, why), one_seed & _LOW_WORD, one_seed >> 32 & _LOW_WORD), 1)
         uniform: Float64 = (words.reshape(-1)[:vocab_size].astype(np.float64) + 0.5) * 2.0**-32
-        line.copy_(torch.from_numpy(-np.log(-np.log(uniform))))
-    return out
+        line[:] = -np.log(-np.log(uniform))
+    return torch.from_numpy(out)
 
 
 def philox(
