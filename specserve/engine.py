@@ -126,7 +126,8 @@ class Engine:
             num_siblings=params.n - 1,
         )
         self._arrivals += 1
-        active = _Active(request, Times(submitted_at=self.clock()))
+        arrived_at = self.clock() if request.arrival_time is None else request.arrival_time
+        active = _Active(request, Times(submitted_at=arrived_at))
         if params.prompt_logprobs is not None:
             active.prompt_logprobs = [None]
         self._active[request.request_id] = active

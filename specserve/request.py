@@ -77,6 +77,7 @@ class SpeculationParams:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """One validated-or-about-to-be request. `request_id` is ours and unique; times are engine seconds.
+    `arrival_time` is when a door took it, before tokenising; unset = when it is submitted.
 
     `bad_word_ids` are the token sequences of `params.bad_words`, made by the door (`Tokenizer.bad_word_ids`).
     """
@@ -86,7 +87,7 @@ class Request:
     params: SamplingParams = field(default_factory=SamplingParams)
     speculation: SpeculationParams = field(default_factory=SpeculationParams)
     priority: int = 0
-    arrival_time: float = 0.0
+    arrival_time: float | None = None
     deadline: float | None = None
     cache_salt: str = ""
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
