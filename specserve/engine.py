@@ -228,7 +228,6 @@ class Engine:
         for sequence in plan.admitted:
             metrics.num_cached_tokens += sequence.table.cached_len
         for span in step.spans:
-            self._report_prompt(span, result)
             self._commit(span, result, drawn.get(span.sequence))
 
     # ---- drafting
@@ -320,10 +319,10 @@ class Engine:
         paths = [(), *span.tree.paths()]
         return [draw(span.first_logit + i, path, sequence.choice) for i, path in enumerate(paths)]
 
-    def _report_prompt(self, span: Span, result: ForwardResult) -> None:
+    def _report_prompt(self, active: _Active, span: Span, result: ForwardResult) -> None:
         """Log-probabilities of the prompt tokens that follow this chunk's rows; recomputed rows are known already."""
         sequence = span.sequence
-        known = self._active[sequence.request.request_id].prompt_logprobs
+        known = active.prompt_logprobs
         num_top = sequence.request.params.prompt_logprobs
         if span.prompt_logit is None or known is None or num_top is None:
             return
@@ -342,6 +341,7 @@ class Engine:
         active = self._active.get(span.sequence.request.request_id)
         if active is None:  # another choice's fault ended the request in this very step
             return
+        self._report_prompt(active, span, result)
         pending = result.finite[span.first : span.first + span.num_pending]
         if not all(pending):
             self._fault(active, span)

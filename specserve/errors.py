@@ -2,7 +2,9 @@
 
 SpecserveError
 ├── InvalidRequest            the caller can fix it: names the field, what was given, what is allowed
-│   └── ContextLengthExceeded prompt (+ max_tokens) can never fit the model or the pool
+│   ├── ContextLengthExceeded prompt (+ max_tokens) can never fit the model or the pool
+│   └── GrammarInvalid        the answer's grammar cannot be compiled, or costs too much
+├── GrammarStuck              the answer's grammar and bans leave no token to draw
 ├── ConfigError               an engine option is unknown, out of range, or contradicts another
 ├── ModelError                a model folder or file cannot be used
 │   ├── ModelNotFound         no such name, folder or file
@@ -61,6 +63,19 @@ class ContextLengthExceeded(InvalidRequest):
     """The prompt, or prompt + max_tokens, is longer than the model's context or the whole pool."""
 
     reason = "CONTEXT_LENGTH_EXCEEDED"
+
+
+class GrammarInvalid(InvalidRequest):
+    """A grammar that cannot be compiled, matches nothing, or costs too much to follow."""
+
+    reason = "GRAMMAR_INVALID"
+
+
+class GrammarStuck(SpecserveError):
+    """Nothing may follow what was answered so far."""
+
+    status = "FAILED_PRECONDITION"
+    reason = "CONSTRAINT_FAILED"
 
 
 class ConfigError(SpecserveError):

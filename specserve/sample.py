@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from specserve_kernels import PURPOSE_TARGET, Ops
+from specserve_kernels import PURPOSE_TARGET, FusedSampler, Ops
 from torch import Tensor
 
 from specserve.events import TokenLogprobs
@@ -108,13 +108,9 @@ def _noise(draw: Draw, vocab_size: int, ops: Ops) -> Floats:
     return noise
 
 
-def _draw_one(raw: Floats, draw: Draw, ops: Ops) -> int:
-    logits = processed(raw, draw)
+def _draw_one(logits: Floats, draw: Draw, ops: Ops) -> int:
     if draw.params.greedy:
-        best = int(np.argmax(logits))
-        return best if logits[best] > -np.inf else STUCK
-    if logits.max() == -np.inf:
-        return STUCK
+        return int(np.argmax(logits))
     ids, scaled = survivors(logits, draw.params)
     noise = _noise(draw, len(logits), ops)
     if ids is None:
@@ -123,14 +119,38 @@ def _draw_one(raw: Floats, draw: Draw, ops: Ops) -> int:
     return int(ids[np.argmax(scaled[ids] + noise[ids])])
 
 
+def _draw_fused(rows: Sequence[Floats], draws: Sequence[Draw], sample: FusedSampler) -> list[int]:
+    """All rows in one call of the backend, which follows the same definition as `_draw_one`."""
+    params = [draw.params for draw in draws]
+    seeds = [draw.seed - (1 << 64) if draw.seed >= 1 << 63 else draw.seed for draw in draws]
+    ids = sample(
+        torch.from_numpy(np.stack(rows)),
+        torch.tensor([p.temperature for p in params], dtype=torch.float32),
+        torch.tensor([min(p.top_k, len(rows[0])) for p in params], dtype=torch.int32),
+        torch.tensor([p.top_p for p in params], dtype=torch.float64),
+        torch.tensor([p.min_p for p in params], dtype=torch.float64),
+        torch.tensor(seeds),
+        torch.tensor([draw.draw_index for draw in draws]),
+        torch.tensor([draw.choice for draw in draws]),
+    )
+    drawn: list[int] = ids.tolist()
+    return drawn
+
+
 def draw_tokens(logits: Tensor, draws: Sequence[Draw], ops: Ops) -> list[int]:
     """One token id per draw, or STUCK where every id is excluded.
 
     Args:
         logits: fp32 [rows, vocab], raw; several draws may share a row (choices of one prompt).
     """
-    rows = logits.numpy()
-    return [_draw_one(rows[draw.row], draw, ops) for draw in draws]
+    raw = logits.numpy()
+    rows = [processed(raw[draw.row], draw) for draw in draws]
+    stuck = [row.base is None and row.max() == -np.inf for row in rows]  # a raw row is a view
+    if draws and ops.sample is not None and not all(draw.params.greedy for draw in draws):
+        ids = _draw_fused(rows, draws, ops.sample)
+    else:
+        ids = [_draw_one(row, draw, ops) for row, draw in zip(rows, draws, strict=True)]
+    return [STUCK if hopeless else token_id for token_id, hopeless in zip(ids, stuck, strict=True)]
 
 
 def _log_softmax(values: Floats) -> NDArray[np.float64]:

@@ -27,6 +27,7 @@ class OracleNoise:
     """The one op that the sampler uses, computed by the oracle."""
 
     name = "oracle"
+    sample = None
 
     def noise(
         self, seed: torch.Tensor, draw_index: torch.Tensor, choice: torch.Tensor, purpose: int, vocab_size: int
@@ -184,6 +185,8 @@ def test_greedy_ignores_truncation_noise_and_choice(temperature: float) -> None:
 
 def test_ties_of_the_score_go_to_the_lowest_id() -> None:
     class Flat:
+        sample = None
+
         def noise(self, *args: Any) -> torch.Tensor:
             return torch.zeros(1, args[-1])
 

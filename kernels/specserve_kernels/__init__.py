@@ -10,7 +10,7 @@ import importlib
 from dataclasses import dataclass
 from typing import cast
 
-from specserve_kernels.ops import AttentionRows, LinearWeight, Ops
+from specserve_kernels.ops import AttentionRows, FusedSampler, LinearWeight, Ops
 
 PURPOSE_TARGET = 0
 PURPOSE_DRAFT = 1
@@ -24,6 +24,7 @@ __all__ = [
     "AttentionRows",
     "BackendDescription",
     "BackendUnavailable",
+    "FusedSampler",
     "LinearWeight",
     "Ops",
     "describe",

@@ -42,6 +42,28 @@ class AttentionRows:
     page_table: Tensor  # int32 [sequences, pages]; entries past a sequence's last page are arbitrary
 
 
+class FusedSampler(Protocol):
+    """Truncation, noise and argmax of all rows in one call; the draw of DESIGN 2, as in specserve/sample.py."""
+
+    def __call__(
+        self,
+        logits: Tensor,
+        temperature: Tensor,
+        top_k: Tensor,
+        top_p: Tensor,
+        min_p: Tensor,
+        seed: Tensor,
+        draw_index: Tensor,
+        choice: Tensor,
+    ) -> Tensor:
+        """One id per row of processed logits, fp32 [n, vocab] → int64 [n].
+
+        `temperature` fp32 [n] (< 1e-5: argmax), `top_k` int32 [n] (≤ 0: off), `top_p` and `min_p` fp64 [n] (≥ 1 and
+        ≤ 0: off), keys int64 [n].
+        """
+        ...
+
+
 class Ops(Protocol):
     """The operations. Inputs are contiguous CPU (or device) tensors of the model's dtype unless noted."""
 
@@ -88,9 +110,7 @@ class Ops(Protocol):
         """
         ...
 
-    def attention(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: AttentionRows, scale: float
-    ) -> Tensor:
+    def attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: AttentionRows, scale: float) -> Tensor:
         """Softmax attention of q [rows, heads, head_dim] over the visible slots → [rows, heads, head_dim].
 
         Keys are visited in order of position in splits [k*S, (k+1)*S) of positions, merged in order; S is a constant
@@ -99,12 +119,15 @@ class Ops(Protocol):
         """
         ...
 
-    def noise(
-        self, seed: Tensor, draw_index: Tensor, choice: Tensor, purpose: int, vocab_size: int
-    ) -> Tensor:
+    def noise(self, seed: Tensor, draw_index: Tensor, choice: Tensor, purpose: int, vocab_size: int) -> Tensor:
         """Gumbel noise fp32 [n, vocab_size] for n keys (int64 [n] each; seed's 64 bits are read as unsigned).
 
         Philox4x32-10, key = seed (low word, high word), counter = (id // 4, draw_index, choice, purpose),
         word id % 4 → u = (w + 0.5) * 2**-32 and G = -log(-log(u)) in fp64, rounded to fp32.
         """
+        ...
+
+    @property
+    def sample(self) -> FusedSampler | None:
+        """Drawing as one call, or None where the caller composes it from `noise`."""
         ...

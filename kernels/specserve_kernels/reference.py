@@ -14,6 +14,7 @@ from torch import Tensor
 from specserve_kernels.ops import AttentionRows, LinearWeight
 
 name = "reference"
+sample = None  # composed by the caller
 
 
 def pack_linear(weight: Tensor) -> LinearWeight:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -60,7 +59,17 @@ def sim(
 
 def report_json(report: Report) -> dict[str, Any]:
     """The object that `--json` prints."""
-    return {**asdict(report), "steps_per_minute": report.steps_per_minute, "rows_per_step": report.rows_per_step}
+    return {
+        "seed": report.seed,
+        "num_episodes": report.num_episodes,
+        "num_steps": report.num_steps,
+        "num_rows": report.num_rows,
+        "rows_per_step": report.rows_per_step,
+        "steps_per_minute": report.steps_per_minute,
+        "seconds": report.seconds,
+        "coverage": dict(report.coverage),
+        "violation": report.violation,
+    }
 
 
 def _print_report(report: Report) -> None:

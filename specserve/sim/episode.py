@@ -74,7 +74,10 @@ def plain_answers(world: World, request: Request) -> list[tuple[list[int], str]]
     )  # fmt: skip
     tokens: list[list[int]] = [[] for _ in range(request.params.n)]
     reasons = [""] * request.params.n
+    steps = 2 + 2 * world.max_model_len * request.params.n
     while engine.has_work():
+        steps -= 1
+        require(steps > 0, "liveness", f"{request.request_id} alone on an engine does not finish")
         for event in engine.step():
             if isinstance(event, Failed):
                 raise event.error

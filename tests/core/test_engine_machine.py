@@ -16,7 +16,7 @@ from specserve_kernels import load
 from specserve.config import CacheConfig, EngineConfig, ModelLimits, SchedulerConfig
 from specserve.engine import Engine
 from specserve.errors import Cancelled, DeadlineExceeded, EngineFault, InvalidRequest, NumericFault
-from specserve.events import Delta, Failed, Finished, Started
+from specserve.events import Delta, Event, Failed, Finished, Started
 from specserve.prefix import page_key, root_key
 from specserve.request import Request, SamplingParams, SpeculationParams
 
@@ -52,6 +52,7 @@ class EngineMachine(RuleBasedStateMachine):
         self, num_pages: int, page_size: int, max_num_seqs: int, chunk: int, prefix: bool, seed: int, truth: float
     ) -> None:
         self.now = 0.0
+        self.failed = False
         config = EngineConfig(
             cache=CacheConfig(page_size=page_size, num_pages=num_pages, enable_prefix_caching=prefix),
             scheduler=SchedulerConfig(
@@ -168,7 +169,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert seats <= self.engine.config.scheduler.max_num_seqs
 
     def teardown(self) -> None:
-        if not hasattr(self, "engine"):
+        if not hasattr(self, "engine") or self.failed:
             return
         bound = self._step_bound()
         steps = 0
@@ -198,7 +199,11 @@ class EngineMachine(RuleBasedStateMachine):
         return 2 + sum(2 * longest * request.params.n for request in self.requests.values())
 
     def _step(self) -> None:
-        events = self.engine.step()
+        self.failed = True  # a failure here must not be hidden by what teardown would find after it
+        self._take(self.engine.step())
+        self.failed = False
+
+    def _take(self, events: list[Event]) -> None:
         self.runner.poison_free(self.engine)
         for event in events:
             assert not isinstance(self.done.get(event.request_id), Exception), "an event after Failed"
