@@ -10,7 +10,6 @@ numerics a near-tie may flip.
 from __future__ import annotations
 
 import json
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -58,15 +57,17 @@ class Divergence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """One prompt under one temperature, alone or in a batch. `divergence` None = identical."""
+    """One prompt under one temperature, alone or in a batch. `divergence` None = identical.
+
+    `num_tokens` is the off run's, `speculation` the on run's.
+    """
 
     prompt: int
     text: str
     temperature: float
     batched: bool
     num_tokens: int
-    acceptance_length: float
-    num_draft_tokens: int
+    speculation: SpeculationStats
     divergence: Divergence | None
 
 
@@ -90,7 +91,7 @@ class Proof:
 
     @property
     def num_draft_tokens(self) -> int:
-        return sum(comparison.num_draft_tokens for comparison in self.comparisons)
+        return sum(comparison.speculation.num_draft_tokens for comparison in self.comparisons)
 
     @property
     def holds(self) -> bool:
@@ -100,7 +101,10 @@ class Proof:
 
     @property
     def acceptance_length(self) -> float:
-        return statistics.fmean(c.acceptance_length for c in self.comparisons) if self.comparisons else 1.0
+        """Of all steps with a root row together, speculation on."""
+        steps = sum(comparison.speculation.num_steps for comparison in self.comparisons)
+        committed = sum(comparison.speculation.num_committed_tokens for comparison in self.comparisons)
+        return committed / steps if steps else 1.0
 
 
 def read_prompts(path: Path) -> list[str]:
@@ -234,8 +238,7 @@ def _compare(
         temperature=temperature,
         batched=batched,
         num_tokens=len(off.tokens),
-        acceptance_length=on.stats.acceptance_length,
-        num_draft_tokens=on.stats.num_draft_tokens,
+        speculation=on.stats,
         divergence=_divergence(built, on, off),
     )
 

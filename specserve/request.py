@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from specserve.events import SpeculationStats
 
 if TYPE_CHECKING:
+    from specserve.constraint import GrammarSpec
     from specserve.pages import PageTable
 
 GREEDY_TEMPERATURE = 1e-5
@@ -27,7 +28,7 @@ class SamplingParams:
     likely tokens to report beside the drawn one (0 = the drawn one only), of the raw logits, or of the
     processed ones with `logprobs_mode="processed"`; `logprob_token_ids` are reported as well. `prompt_logprobs`
     does the same for the prompt's tokens (raw; such a request takes no prefix hit). Repetition counts prompt and
-    answer, frequency and presence the answer. `bad_words` must not occur in the answer.
+    answer, frequency and presence the answer. `bad_words` must not occur in the answer, and `grammar` is its form.
     """
 
     n: int = 1
@@ -52,6 +53,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[str, ...] = ()
+    grammar: GrammarSpec | None = None
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)

@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence as SequenceOf
 
 from specserve.config import MAX_NUM_DRAFT_TOKENS, ModelLimits, nearest
+from specserve.constraint import grammar_violations
 from specserve.errors import ContextLengthExceeded, FieldViolation, InvalidRequest
 from specserve.request import Request, SamplingParams
 
@@ -140,6 +141,8 @@ def validate(request: Request, limits: ModelLimits) -> None:
     found = _number_violations(request.params)
     found += _list_violations(request.params, limits)
     found += _speculation_violations(request, limits)
+    if request.params.grammar is not None:
+        found += grammar_violations(request.params.grammar)
     if not request.prompt_token_ids:
         found.append(("prompt", "is empty; give at least one token"))
     found += _id_violations("prompt_token_ids", request.prompt_token_ids, limits.vocab_size)

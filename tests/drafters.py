@@ -83,7 +83,9 @@ class AlwaysWrongDrafter(CountingDrafter):
 class RandomTreeDrafter(CountingDrafter):
     """Random trees that mostly hold the truth on a later branch: accepted paths jump over nodes.
 
-    A function of (seed, sequence id, number of tokens) alone, so a run can be repeated.
+    Every other wrong guess is a token that the truth holds further on, so that whoever counts tokens of another
+    branch (penalties, bad words) draws something else there. A function of (seed, sequence id, number of tokens)
+    alone, so a run can be repeated.
     """
 
     name = "random_tree"
@@ -113,7 +115,9 @@ class RandomTreeDrafter(CountingDrafter):
         for _ in range(num_nodes):
             extend = true_depth < len(truth) and len(token_ids) > 0 and rng.random() < self.true_share
             parent = true_end if extend else rng.randint(-1, len(token_ids) - 1)
-            token_id = truth[true_depth] if extend else rng.randrange(self.vocab_size)
+            ahead = truth[true_depth : true_depth + 6]
+            wrong = rng.choice(ahead) if ahead and rng.random() < 0.5 else rng.randrange(self.vocab_size)
+            token_id = truth[true_depth] if extend else wrong
             if token_id in children[parent]:
                 continue
             token_ids.append(token_id)

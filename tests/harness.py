@@ -81,6 +81,7 @@ class EngineHarness:
     def __init__(self, folder: Path | str, drafter: Drafter | str = "off", **options: Any) -> None:
         self.engine = self.build(folder, drafter, options)
         self.chunks: Counter[str] = Counter()
+        self.preempted: Counter[str] = Counter()  # times, by sequence
         self.max_sequences = 0  # in one step
         self._watch()
 
@@ -101,6 +102,7 @@ class EngineHarness:
         def watched(*args: Any, **kwargs: Any) -> Any:
             step = plan(*args, **kwargs)
             self.max_sequences = max(self.max_sequences, len(step.rows))
+            self.preempted.update(sequence.sequence_id for sequence in step.preempted)
             self.chunks.update(rows.sequence.sequence_id for rows in step.rows if not rows.sequence.has_token)
             return step
 

@@ -3,14 +3,17 @@
 Nothing of specserve is imported here: transformers recomputes the logits of every prefix from scratch (no cache,
 fp32), and the sampler below is DESIGN 2 in plain numpy. Beside each token stands its *margin*: how far any number
 that decides the draw would have to move before another token came out. A test excuses a difference only where the
-margin is tiny. `logprobs` are log softmax of the raw logits, or with `logprobs_mode="processed"` of what the draw
-sees without its noise: after the bans, ÷ T and truncation, -inf for dropped ids (greedy: after the bans only).
+margin is tiny. What the parameters ask of a row's logits is done in this order: bias, bans (allowed ids, ending ids
+below min_tokens, last ids of bad words), penalties (repetition over prompt and answer, then frequency and presence
+over the answer), ÷ T, top-k, top-p, min-p. `logprobs` are log softmax of the raw logits, or with
+`logprobs_mode="processed"` of what the draw sees without its noise, -inf for dropped ids.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -105,24 +108,79 @@ def log_softmax(logits: Array) -> Array:
         return shifted - np.log(np.exp(shifted).sum())  # type: ignore[no-any-return]
 
 
+@dataclass(frozen=True, kw_only=True)
+class OracleParams:
+    """What a request may ask, by the names of the product's parameters; meaning in the opening paragraph."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = 0
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    stop: Sequence[str] = ()
+    include_stop_str_in_output: bool = False
+    logprobs: int | None = None
+    logprobs_mode: str = "raw"
+    logprob_token_ids: Sequence[int] = ()
+    prompt_logprobs: int | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < GREEDY_BELOW
+
+
+def process(
+    raw: Array, prompt: Sequence[int], answer: Sequence[int], params: OracleParams, banned: Iterable[int] = ()
+) -> Array:
+    """Logits of the token after prompt + answer, up to but without ÷ T; `banned` are the ids that end bad words, …"""
+    logits = raw.copy()
+    for token, bias in (params.logit_bias or {}).items():
+        logits[token] += np.float32(bias)
+    if params.allowed_token_ids is not None:
+        logits[np.isin(np.arange(len(raw)), list(params.allowed_token_ids), invert=True)] = -np.inf
+    logits[list(banned)] = -np.inf
+    for token in {*prompt, *answer}:
+        penalty = np.float32(params.repetition_penalty)
+        logits[token] = logits[token] / penalty if logits[token] > 0 else logits[token] * penalty
+    for token, count in Counter(answer).items():
+        logits[token] -= np.float32(params.frequency_penalty) * np.float32(count) + np.float32(params.presence_penalty)
+    return logits
+
+
+def bad_ends(prefix: Sequence[int], words: Sequence[Sequence[int]]) -> set[int]:
+    """Ids that would complete one of `words` (token sequences) after `prefix`."""
+    return {word[-1] for word in words if list(word[:-1]) == list(prefix[len(prefix) - len(word) + 1 :])}
+
+
 @dataclass(frozen=True)
 class OracleLogprobs:
-    """At one position: of the drawn id, and of the most likely ones (descending, lowest id first among equals)."""
+    """At one position: of the id there, of the most likely ones (lowest id first among equals), of chosen ones."""
 
     logprob: float
     top_ids: tuple[int, ...]
     top_logprobs: tuple[float, ...]
+    chosen_logprobs: tuple[float, ...] = ()
 
 
 @dataclass
 class OracleOutput:
-    """One answer; `margins[i]` belongs to `token_ids[i]`."""
+    """One answer; `margins[i]` belongs to `token_ids[i]`. `prompt_logprobs` has None for the first token."""
 
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str = "length"
     text: str | None = None
     margins: list[float] = field(default_factory=list)
     logprobs: list[OracleLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[OracleLogprobs | None] | None = None
 
 
 def first_stop(text: str, stop: Sequence[str], start: int = 0) -> tuple[int, str] | None:
@@ -146,85 +204,84 @@ class Oracle:
         """fp32 [vocab] after the whole prefix, from scratch; the same prefix is computed once."""
         key = tuple(token_ids)
         if key not in self._known:
-            self._known[key] = self._compute(key)
+            self._known[key] = self._compute(key, 1)[-1]
         return self._known[key]
 
-    def _compute(self, token_ids: tuple[int, ...]) -> Array:
+    def foresee(self, token_ids: Sequence[int]) -> None:
+        """Compute all prefixes in one forward, because they are likely to be asked. Changes no answer, only time."""
+        key = tuple(token_ids)
+        if key not in self._known and isinstance(self._model, torch.nn.Module):
+            for end, row in enumerate(self._compute(key, len(key)), 1):
+                self._known.setdefault(key[:end], row)
+
+    def _compute(self, token_ids: tuple[int, ...], count: int) -> Array:
+        """Logits after each of the last `count` prefixes, [count, vocab]."""
         if not isinstance(self._model, torch.nn.Module):
-            return np.asarray(self._model(token_ids), dtype=np.float32)
+            return np.asarray(self._model(token_ids), dtype=np.float32)[None]
         with torch.inference_mode():
-            output = self._model(torch.tensor([token_ids]), use_cache=False, logits_to_keep=1)
-        return output.logits[0, -1].float().numpy()  # type: ignore[no-any-return]
+            output = self._model(torch.tensor([token_ids]), use_cache=False, logits_to_keep=count)
+        return output.logits[0].float().numpy()  # type: ignore[no-any-return]
 
     def generate(
         self,
         prompt_ids: Sequence[int],
         *,
-        temperature: float = 1.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        seed: int = 0,
         choice: int = 0,
-        max_tokens: int = 16,
-        min_tokens: int = 0,
-        stop_token_ids: Sequence[int] = (),
         eos_token_ids: Sequence[int] = (),
-        ignore_eos: bool = False,
-        stop: Sequence[str] = (),
+        bad_word_ids: Sequence[Sequence[int]] = (),
         decode: Callable[[list[int]], str] | None = None,
-        include_stop_str_in_output: bool = False,
-        logprobs: int | None = None,
-        logprobs_mode: str = "raw",
+        **params: Any,
     ) -> OracleOutput:
-        """One choice of one request. `decode` is the tokenizer's, and is needed for `stop` and `text`.
+        """One choice of one request; `params` are OracleParams. `decode` is needed for `stop` and `text`.
 
         An ending id is part of `token_ids`. With a stop string the ids go up to the token that completes it and
         the text ends before it. No ending of any kind counts before `min_tokens` tokens are there.
         """
-        ending = {*stop_token_ids, *(() if ignore_eos else eos_token_ids)}
-        out = OracleOutput()
+        asked = OracleParams(**params)
+        assert asked.seed is not None and asked.max_tokens is not None
+        ending = {*asked.stop_token_ids, *(() if asked.ignore_eos else eos_token_ids)}
+        out = OracleOutput(prompt_logprobs=self._prompt_logprobs(prompt_ids, asked))
         ids = list(prompt_ids)
-        while len(out.token_ids) < max_tokens:
+        while len(out.token_ids) < asked.max_tokens:
             raw = self.logits(ids)
-            allowed = raw.copy()
-            if len(out.token_ids) < min_tokens:
-                allowed[list(ending)] = -np.inf
-            noise = gumbel(seed, len(ids), choice, len(raw)) if temperature >= GREEDY_BELOW else np.zeros_like(raw)
-            token, margin = draw(allowed, noise, temperature, top_k, top_p, min_p)
+            banned = bad_ends(ids, bad_word_ids) | (ending if len(out.token_ids) < asked.min_tokens else set())
+            logits = process(raw, prompt_ids, out.token_ids, asked, banned)
+            noise = np.zeros_like(raw) if asked.greedy else gumbel(asked.seed, len(ids), choice, len(raw))
+            token, margin = draw(logits, noise, asked.temperature, asked.top_k, asked.top_p, asked.min_p)
             ids.append(token)
             out.token_ids.append(token)
             out.margins.append(margin)
-            if logprobs is not None:
-                base = raw if logprobs_mode == "raw" else processed(allowed, temperature, top_k, top_p, min_p)
-                out.logprobs.append(report(base, token, logprobs))
-            if self._ended(out, token, ending, stop, decode, min_tokens, include_stop_str_in_output):
+            if asked.logprobs is not None:
+                seen = raw if asked.logprobs_mode == "raw" else seen_by_draw(logits, asked)
+                out.logprobs.append(report(seen, token, asked.logprobs, asked.logprob_token_ids))
+            if self._ended(out, ending, asked, decode):
                 out.finish_reason = "stop"
-                return out
+                break
         return out
+
+    def _prompt_logprobs(self, prompt: Sequence[int], asked: OracleParams) -> list[OracleLogprobs | None] | None:
+        if asked.prompt_logprobs is None:
+            return None
+        self.foresee(prompt)
+        rows = [report(self.logits(prompt[:i]), prompt[i], asked.prompt_logprobs) for i in range(1, len(prompt))]
+        return [None, *rows]
 
     @staticmethod
     def _ended(
-        out: OracleOutput,
-        token: int,
-        ending: set[int],
-        stop: Sequence[str],
-        decode: Callable[[list[int]], str] | None,
-        min_tokens: int,
-        include_stop: bool,
+        out: OracleOutput, ending: set[int], asked: OracleParams, decode: Callable[[list[int]], str] | None
     ) -> bool:
         if decode is not None:
             out.text = decode(out.token_ids)
-        if len(out.token_ids) < min_tokens:
+        if len(out.token_ids) < asked.min_tokens:
             return False
         if decode is not None and out.text is not None:
             # text of tokens before min_tokens is no part of a match; half a character counts as the next token's
-            start = len(decode(out.token_ids[: max(min_tokens - 1, 0)]).rstrip("\ufffd"))
-            match = first_stop(out.text, stop, start)
+            start = len(decode(out.token_ids[: max(asked.min_tokens - 1, 0)]).rstrip("\ufffd"))
+            match = first_stop(out.text, asked.stop, start)
             if match is not None:
-                out.text = out.text[: match[0] + (len(match[1]) if include_stop else 0)]
+                out.text = out.text[: match[0] + (len(match[1]) if asked.include_stop_str_in_output else 0)]
                 return True
-        return token in ending
+        return out.token_ids[-1] in ending
 
 
 def processed(allowed: Array, temperature: float, top_k: int, top_p: float, min_p: float) -> Array:
@@ -236,11 +293,21 @@ def processed(allowed: Array, temperature: float, top_k: int, top_p: float, min_
     return np.where(survives, scaled, -np.inf)
 
 
-def report(logits: Array, token: int, count: int) -> OracleLogprobs:
-    """Logprobs of the drawn id and of the `count` most likely."""
+def seen_by_draw(logits: Array, params: OracleParams) -> Array:
+    """`processed` by a request's parameters."""
+    return processed(logits, params.temperature, params.top_k, params.top_p, params.min_p)
+
+
+def report(logits: Array, token: int, count: int, chosen: Sequence[int] = ()) -> OracleLogprobs:
+    """Logprobs of the id there, of the `count` most likely and of the `chosen`."""
     values = log_softmax(logits)
     top = np.lexsort((np.arange(len(values)), -values))[:count]
-    return OracleLogprobs(float(values[token]), tuple(top.tolist()), tuple(values[top].tolist()))
+    return OracleLogprobs(
+        float(values[token]),
+        tuple(top.tolist()),
+        tuple(values[top].tolist()),
+        tuple(values[list(chosen)].tolist()),
+    )
 
 
 def first_difference(ids: Sequence[int], reference: Sequence[int]) -> int | None:

@@ -16,6 +16,7 @@ from typer.testing import CliRunner, Result
 from specserve import engine
 from specserve.cli import app
 from specserve.errors import ConfigError
+from specserve.events import SpeculationStats
 from specserve.proof import PROMPTS, TIE_MARGIN, Comparison, Divergence, Proof, read_prompts
 from specserve.proposal import DraftTree
 from specserve.verify import walk
@@ -94,8 +95,7 @@ def test_a_wrong_walk_is_caught(model: str, dataset: Path, monkeypatch: pytest.M
 def test_only_near_ties_are_excused_and_only_in_fast_numerics() -> None:
     tie = Divergence(position=3, on_id=1, off_id=2, on_text="a", off_text="b", margin=TIE_MARGIN / 2)
     same = Comparison(
-        prompt=0, text="", temperature=0.0, batched=False, num_tokens=4, acceptance_length=1.0, num_draft_tokens=9,
-        divergence=None,
+        prompt=0, text="", temperature=0.0, batched=False, num_tokens=4, speculation=SpeculationStats(), divergence=None
     )  # fmt: skip
     exact = Proof(numerics="exact", environment="", drafter="ngram", comparisons=(same, replace(same, divergence=tie)))
     assert exact.num_tie_flips == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,13 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from specserve import engine, sim
+from specserve import engine, prefix, sim
 from specserve.cli import app
 from specserve.engine import Engine
 from specserve.pages import Move, PageTable
-from specserve.prefix import PrefixIndex
 from specserve.scheduler import Scheduler
-from specserve.sim.script import Arrival, Fault
+from specserve.sim.episode import Episode
+from specserve.sim.script import Arrival, Fault, draw_world
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 
@@ -73,7 +74,7 @@ def admit_the_second(patch: pytest.MonkeyPatch) -> None:
 
 
 def publish_before_compaction(patch: pytest.MonkeyPatch) -> None:
-    """The index enters a page under its key while the moves that bring its tokens together are lost."""
+    """A full page is entered under its key, and the moves that bring its tokens together never come."""
     commit_rows = Engine._commit_rows
 
     def hasty(self: Engine, sequence: Any, num_pending: int, path: Sequence[int]) -> None:
@@ -101,10 +102,8 @@ def leak_a_page(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PageTable, "release", leaky)
 
 
-def ignore_the_salt(patch: pytest.MonkeyPatch) -> None:
+def ignore_the_prefix(patch: pytest.MonkeyPatch) -> None:
     """A page is entered under a key of its own tokens alone, so it is hit after any other prefix."""
-    import specserve.prefix as prefix
-
     page_key = prefix.page_key
     patch.setattr(prefix, "page_key", lambda parent, token_ids: page_key(b"", token_ids))
 
@@ -129,17 +128,13 @@ def miscount(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(engine, "count_step", careless)
 
 
-def reuse_bad_pages(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(PrefixIndex, "unpublish", lambda self, pages: None)
-
-
 PLANTED: dict[Patch, set[str]] = {
     forget_a_move: {"output", "published pages"},
     admit_the_second: {"order"},
     publish_before_compaction: {"output", "published pages"},
     take_a_wrong_child: {"output"},
     leak_a_page: {"conservation"},
-    ignore_the_salt: {"output", "published pages", "conservation"},
+    ignore_the_prefix: {"output", "published pages", "conservation"},
     keep_drafter_state: {"drafters"},
     starve_the_line: {"liveness"},
     miscount: {"numbers", "gauges"},
@@ -195,13 +190,12 @@ def test_json_has_the_figures() -> None:
 
 def test_a_strike_on_a_draft_node_costs_only_the_draft() -> None:
     """Rows that are not finite end a request if they are its own tokens, and shorten the draft if they are guesses."""
-    world = sim.script.draw_world("strike", __import__("random").Random(0))
+    world = draw_world("strike", random.Random(0))
     arrival = Arrival(
         at=0, number=0, prompt=(1, 2, 3), max_tokens=12, min_tokens=12, n=1, temperature=0.0, seed=0, stop_id=None,
         stop_text=None, priority=0, drafter="tree", nodes=5, patience=None, salt="",
     )  # fmt: skip
-    strike = Fault(at=2, kind="not finite", number=0, row=1)
     for row, failed in ((1, 0), (0, 1)):
-        episode = sim.Episode(world, (arrival, Fault(at=strike.at, kind=strike.kind, number=0, row=row)))
+        episode = Episode(world, (arrival, Fault(at=2, kind="not finite", number=0, row=row)))
         episode.play()
         assert episode.coverage["failed: NumericFault"] == failed

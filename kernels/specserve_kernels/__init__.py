@@ -10,7 +10,7 @@ import importlib
 from dataclasses import dataclass
 from typing import cast
 
-from specserve_kernels.ops import AttentionRows, FusedSampler, LinearWeight, Ops
+from specserve_kernels.ops import AttentionRows, DecoderModel, FusedDecoder, FusedSampler, LinearWeight, Ops
 
 PURPOSE_TARGET = 0
 PURPOSE_DRAFT = 1
@@ -24,6 +24,8 @@ __all__ = [
     "AttentionRows",
     "BackendDescription",
     "BackendUnavailable",
+    "DecoderModel",
+    "FusedDecoder",
     "FusedSampler",
     "LinearWeight",
     "Ops",

@@ -7,6 +7,7 @@ rows there are or what they hold. Shapes are in brackets; `rows` is the number o
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -60,6 +61,77 @@ class FusedSampler(Protocol):
 
         `temperature` fp32 [n] (< 1e-5: argmax), `top_k` int32 [n] (≤ 0: off), `top_p` and `min_p` fp64 [n] (≥ 1 and
         ≤ 0: off), keys int64 [n].
+        """
+        ...
+
+
+class LayerWeights(Protocol):
+    """One layer with weights packed by one backend; q, k, v are one matrix and so are gate, up."""
+
+    @property
+    def attention_norm(self) -> Tensor:
+        """[hidden]."""
+        ...
+
+    @property
+    def qkv(self) -> LinearWeight:
+        """[(heads + 2 * kv_heads) * head_dim, hidden]."""
+        ...
+
+    @property
+    def output(self) -> LinearWeight:
+        """[hidden, heads * head_dim]."""
+        ...
+
+    @property
+    def mlp_norm(self) -> Tensor:
+        """[hidden]."""
+        ...
+
+    @property
+    def gate_up(self) -> LinearWeight:
+        """[2 * inner, hidden]."""
+        ...
+
+    @property
+    def down(self) -> LinearWeight:
+        """[hidden, inner]."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderModel:
+    """A Llama-family decoder in one backend's layout; all tensors of one dtype but the rope table."""
+
+    embed: LinearWeight  # [vocab, hidden]; only `raw` is read
+    layers: Sequence[LayerWeights]
+    norm: Tensor  # [hidden]
+    rope_table: Tensor  # fp32 [max_positions, head_dim]
+    heads: int
+    kv_heads: int
+    head_dim: int
+    eps: float
+    scale: float
+
+
+class FusedDecoder(Protocol):
+    """A whole forward as one call, bit for bit what the backend's operations give one by one."""
+
+    def forward(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        rows: AttentionRows,
+        kv: Tensor,
+        *,
+        num_layers: int | None = None,
+        feature_layers: Sequence[int] = (),
+    ) -> tuple[Tensor, Tensor]:
+        """Hidden states after the final norm [rows, hidden], and features [len(feature_layers), rows, hidden].
+
+        `ids`, `positions`, `slots` int64 [rows]; `kv` [layers, 2, pages, kv_heads, page_size, head_dim], written at
+        `slots`. `num_layers`: stop after so many. A feature is the hidden state after that layer (0-based, ascending).
         """
         ...
 
@@ -130,4 +202,9 @@ class Ops(Protocol):
     @property
     def sample(self) -> FusedSampler | None:
         """Drawing as one call, or None where the caller composes it from `noise`."""
+        ...
+
+    @property
+    def decoder(self) -> Callable[[DecoderModel], FusedDecoder] | None:
+        """Makes the whole forward of a model one call, or None where it is composed of the operations above."""
         ...

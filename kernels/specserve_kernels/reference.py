@@ -15,6 +15,7 @@ from specserve_kernels.ops import AttentionRows, LinearWeight
 
 name = "reference"
 sample = None  # composed by the caller
+decoder = None
 
 
 def pack_linear(weight: Tensor) -> LinearWeight:

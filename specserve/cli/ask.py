@@ -20,12 +20,6 @@ if TYPE_CHECKING:
     from specserve.llm import LLM, CompletionOutput, RequestOutput
 
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
-Seed = Annotated[int | None, typer.Option(help="Equal seeds give equal ids. [default: fresh bits, reported]")]
-MaxTokens = Annotated[int | None, typer.Option(help="Length of an answer. [default: what fits]")]
-TopK = Annotated[int, typer.Option(help="Keep this many tokens; 0 = off.")]
-TopP = Annotated[float, typer.Option(help="Keep the likeliest tokens of this mass; 1 = off.")]
-MinP = Annotated[float, typer.Option(help="Drop tokens below this share of the likeliest; 0 = off.")]
-Stop = Annotated[list[str] | None, typer.Option(help="End the answer before this text; may be repeated.")]
 SPECULATION_KEYS = (
     "drafter",
     "num_steps",
@@ -39,19 +33,15 @@ SPECULATION_KEYS = (
 )
 
 
+@options.flat
 def generate(
     prompt: Annotated[str, typer.Argument(help="What to answer.")],
+    sampling: options.Sampling,
     model: options.Model = "demo",
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is: no chat template.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
     n: Annotated[int, typer.Option(help="Answers to draw.")] = 1,
     temperature: Temperature = 0.0,
-    seed: Seed = None,
-    max_tokens: MaxTokens = None,
-    top_k: TopK = 0,
-    top_p: TopP = 1.0,
-    min_p: MinP = 0.0,
-    stop: Stop = None,
     speculate: options.Speculate = None,
     num_draft_tokens: options.NumDraftTokens = None,
     dtype: options.Dtype = None,
@@ -62,7 +52,7 @@ def generate(
     kernels: options.Kernels = None,
 ) -> None:
     """Answer one prompt, printing its tokens as they come."""
-    params = _params(n, temperature, seed, max_tokens, top_k, top_p, min_p, stop)
+    params = sampling.params(temperature, n)
     llm = _load(
         model, speculate, num_draft_tokens,
         dtype=dtype, max_model_len=max_model_len, page_size=block_size, kv_cache_gib=kv_cache_gib,
@@ -79,15 +69,11 @@ def generate(
             print(f"[{choice.index}] {choice.text}")
 
 
+@options.flat
 def chat(
+    sampling: options.Sampling,
     model: options.Model = "demo",
     temperature: Temperature = 0.7,
-    seed: Seed = None,
-    max_tokens: MaxTokens = None,
-    top_k: TopK = 0,
-    top_p: TopP = 1.0,
-    min_p: MinP = 0.0,
-    stop: Stop = None,
     speculate: options.Speculate = None,
     num_draft_tokens: options.NumDraftTokens = None,
     dtype: options.Dtype = None,
@@ -98,7 +84,7 @@ def chat(
     kernels: options.Kernels = None,
 ) -> None:
     """Talk to a model; Ctrl-C stops an answer, Ctrl-D ends the conversation."""
-    params = _params(1, temperature, seed, max_tokens, top_k, top_p, min_p, stop)
+    params = sampling.params(temperature)
     llm = _load(
         model, speculate, num_draft_tokens,
         dtype=dtype, max_model_len=max_model_len, page_size=block_size, kv_cache_gib=kv_cache_gib,
@@ -178,22 +164,6 @@ def _choice_json(choice: CompletionOutput, seed: int) -> dict[str, Any]:
         "speculation": {name: getattr(stats, name) for name in SPECULATION_KEYS},
         "timing": {name: getattr(timing, name) for name in ("queue_ms", "ttft_ms", "tpot_ms", "e2e_ms")},
     }
-
-
-def _params(
-    n: int,
-    temperature: float,
-    seed: int | None,
-    max_tokens: int | None,
-    top_k: int,
-    top_p: float,
-    min_p: float,
-    stop: list[str] | None,
-) -> SamplingParams:
-    return SamplingParams(
-        n=n, temperature=temperature, seed=seed, max_tokens=max_tokens,
-        top_k=top_k, top_p=top_p, min_p=min_p, stop=tuple(stop or ()),
-    )  # fmt: skip
 
 
 def _load(model: str, speculate: str | None, num_draft_tokens: int | None, **engine: Any) -> LLM:

@@ -42,11 +42,8 @@ def sim(
         return
     if not 1 <= steps <= 1e12:
         raise ConfigError(f"--steps is {steps:g}; allowed: 1 to 1e12")
-    import torch
-
     from specserve.sim import simulate
 
-    torch.set_num_threads(1)
     with counting_bar("steps", int(steps)) as progress:
         report = simulate(seed, int(steps), progress)
     if as_json:

@@ -107,7 +107,8 @@ def _told(comparison: Comparison) -> str:
     how = f"T = {comparison.temperature:g}, {'batched' if comparison.batched else 'alone'}"
     found = comparison.divergence
     if found is None:
-        result = f"identical, {comparison.num_tokens} tokens, acceptance length {comparison.acceptance_length:.2f}"
+        length = comparison.speculation.acceptance_length
+        result = f"identical, {comparison.num_tokens} tokens, acceptance length {length:.2f}"
     else:
         on, off = (
             "the end" if token_id is None else f"{token_id} {piece!r}"

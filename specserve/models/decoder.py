@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from specserve_kernels.ops import AttentionRows, LinearWeight, Ops
+from specserve_kernels.ops import AttentionRows, DecoderModel, FusedDecoder, LinearWeight, Ops
 from torch import Tensor
 
 from specserve.errors import ModelError, ModelNotFound
@@ -282,6 +282,24 @@ class Decoder:
         self.weights = DecoderWeights.build(config, tensors, ops)
         self.rope_table = rope_table(config)
         self.scale = config.head_dim**-0.5
+        self._fused = self._fuse()
+
+    def _fuse(self) -> FusedDecoder | None:
+        """The whole forward as one call, where the backend has one."""
+        if self.ops.decoder is None:
+            return None
+        model = DecoderModel(
+            embed=self.weights.embed,
+            layers=self.weights.layers,
+            norm=self.weights.norm,
+            rope_table=self.rope_table,
+            heads=self.config.num_attention_heads,
+            kv_heads=self.config.num_key_value_heads,
+            head_dim=self.config.head_dim,
+            eps=self.config.rms_norm_eps,
+            scale=self.scale,
+        )
+        return self.ops.decoder(model)
 
     @torch.inference_mode()
     def forward(self, ids: Tensor, positions: Tensor, slots: Tensor, rows: AttentionRows, kv: Tensor) -> Tensor:
@@ -294,7 +312,8 @@ class Decoder:
             rows: what each row sees; its own slot is the last of it.
             kv: [layers, 2, pages, kv_heads, page_size, head_dim] in the model's dtype.
         """
-        # A backend with a fused whole forward takes over here, with the same arguments and the same bits.
+        if self._fused is not None:
+            return self._fused.forward(ids, positions, slots, rows, kv)[0]
         ops = self.ops
         eps = self.config.rms_norm_eps
         hidden = ops.embed(ids, self.weights.embed)

@@ -14,17 +14,22 @@ from typing import Any, Protocol
 
 from specserve.config import EngineConfig, ModelLimits
 from specserve.events import Event
+from specserve.metrics import EngineMetrics
 from specserve.request import Request
 
 
 class ServedEngine(Protocol):
-    """What a door may read of the engine from its own thread: none of it changes. `clock()` is in seconds."""
+    """What a door may read of the engine from its own thread: only `metrics` changes, and grows. `clock()` is in
+    seconds."""
 
     @property
     def limits(self) -> ModelLimits: ...
 
     @property
     def config(self) -> EngineConfig: ...
+
+    @property
+    def metrics(self) -> EngineMetrics: ...
 
     @property
     def clock(self) -> Callable[[], float]: ...
@@ -36,6 +41,8 @@ class TextTokenizer(Protocol):
     def encode(self, text: str) -> list[int]: ...
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]: ...
+
+    def bad_word_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]: ...
 
 
 class Served(Protocol):
@@ -52,6 +59,9 @@ class Served(Protocol):
 
     @property
     def startup_lines(self) -> Sequence[str]: ...
+
+    @property
+    def environment(self) -> str: ...
 
 
 class AsyncEngine(Protocol):

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import uuid
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,8 +22,20 @@ from grpc_reflection.v1alpha import reflection
 from grpc_status import rpc_status
 
 from specserve import __version__
+from specserve.constraint import GRAMMAR_KINDS, GrammarSpec
 from specserve.errors import ConfigError, FieldViolation, InvalidRequest
-from specserve.events import Delta, Event, Failed, Finished, FinishReason, SpeculationStats, Started, Timing, Token
+from specserve.events import (
+    Delta,
+    Event,
+    Failed,
+    Finished,
+    FinishReason,
+    SpeculationStats,
+    Started,
+    Timing,
+    Token,
+    TokenLogprobs,
+)
 from specserve.request import Request, SamplingParams, SpeculationParams
 from specserve.server import AsyncEngine, Served, TextTokenizer, done
 from specserve.server.status import to_status
@@ -51,6 +64,7 @@ OPTIONS = [
 WIRE_PATHS = {
     **{name: f"sampling.{name}" for name in pb.SamplingParams.DESCRIPTOR.fields_by_name},
     **{name: f"stopping.{name}" for name in pb.StoppingParams.DESCRIPTOR.fields_by_name},
+    **{f"grammar.{kind}": f"sampling.{kind}" for kind in GRAMMAR_KINDS},
     "prompt_token_ids": "token_ids.ids",
     "messages": "chat.messages",
 }
@@ -59,6 +73,10 @@ LOGPROBS_MODES = {
     pb.LOGPROBS_MODE_RAW: "raw",
     pb.LOGPROBS_MODE_PROCESSED: "processed",
 }
+NUMBERS = (
+    "n", "temperature", "top_p", "top_k", "min_p", "seed", "logprobs", "prompt_logprobs",
+    "repetition_penalty", "presence_penalty", "frequency_penalty",
+)  # fmt: skip
 FINISH_REASONS = {
     FinishReason.STOP: pb.FINISH_REASON_STOP,
     FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
@@ -84,14 +102,31 @@ def sampling_params(message: pb.GenerateRequest) -> SamplingParams:
     if sampling.logprobs_mode not in LOGPROBS_MODES:
         raise _refuse("logprobs_mode", f"is {sampling.logprobs_mode}; allowed: RAW (1), PROCESSED (2)")
     return SamplingParams(
-        **_given(sampling, "n", "temperature", "top_p", "top_k", "min_p", "seed", "logprobs"),
+        **_given(sampling, *NUMBERS),
         **_given(stopping, "max_tokens", "min_tokens"),
+        **_grammar(sampling),
         stop=tuple(stopping.stop),
         stop_token_ids=tuple(stopping.stop_token_ids),
         ignore_eos=stopping.ignore_eos,
         include_stop_str_in_output=stopping.include_stop_str_in_output,
         logprobs_mode=LOGPROBS_MODES[sampling.logprobs_mode],
+        logit_bias=dict(sampling.logit_bias) or None,
+        allowed_token_ids=tuple(sampling.allowed_token_ids) or None,
+        bad_words=tuple(sampling.bad_words),
+        logprob_token_ids=tuple(sampling.logprob_token_ids),
     )
+
+
+def _grammar(sampling: pb.SamplingParams) -> dict[str, GrammarSpec]:
+    match sampling.WhichOneof("constraint"):
+        case None:
+            return {}
+        case "json_object":
+            return {"grammar": GrammarSpec("json_object")}
+        case "choice":
+            return {"grammar": GrammarSpec("choice", tuple(sampling.choice.texts))}
+        case kind:
+            return {"grammar": GrammarSpec(kind, getattr(sampling, kind))}
 
 
 async def prompt_ids(message: pb.GenerateRequest, tokenizer: TextTokenizer) -> tuple[int, ...]:
@@ -139,7 +174,11 @@ async def to_request(message: pb.GenerateRequest, served: Served, time_remaining
         cache_salt=message.cache_salt,
     )
     validate(request, served.engine.limits)
-    return request
+    if not request.params.bad_words:
+        return request
+    # after the gate, which bounds them: two spellings each are tokenised
+    bad_word_ids = await asyncio.to_thread(served.tokenizer.bad_word_ids, request.params.bad_words)
+    return replace(request, bad_word_ids=bad_word_ids)
 
 
 def _duration(milliseconds: float | None) -> Duration | None:
@@ -156,6 +195,8 @@ def to_response(event: Event, request: Request, label: str) -> pb.GenerateRespon
         case Started():
             return pb.GenerateResponse(started=_started(event, label or request.request_id))
         case Delta():
+            # to_request set it, and the engine counts Timing from there as well
+            assert request.arrival_time is not None
             elapsed = _duration((event.time - request.arrival_time) * 1e3)
             tokens = [_token(token) for token in event.tokens]
             return pb.GenerateResponse(delta=pb.Delta(index=event.index, tokens=tokens, elapsed=elapsed))
@@ -175,15 +216,25 @@ def _started(event: Started, label: str) -> pb.Started:
         numerics=event.numerics,
         verification=event.verification,
         drafter=event.drafter,
+        prompt_logprobs=[_prompt_logprobs(entry) for entry in event.prompt_logprobs or ()],
     )
+
+
+def _prompt_logprobs(entry: TokenLogprobs | None) -> pb.TokenLogprobs:
+    return pb.TokenLogprobs() if entry is None else pb.TokenLogprobs(logprob=entry.logprob, top_logprobs=_top(entry))
+
+
+def _top(entry: TokenLogprobs) -> list[pb.TopLogprob]:
+    pairs = zip(entry.top_ids, entry.top_logprobs, strict=True)
+    return [pb.TopLogprob(id=top_id, logprob=value) for top_id, value in pairs]
 
 
 def _token(token: Token) -> pb.Token:
     message = pb.Token(id=token.token_id, text=token.text, drafted=token.drafted)
     if token.logprobs is not None:
         message.logprob = token.logprobs.logprob
-        pairs = zip(token.logprobs.top_ids, token.logprobs.top_logprobs, strict=True)
-        message.top_logprobs.extend(pb.TopLogprob(id=top_id, logprob=value) for top_id, value in pairs)
+        message.top_logprobs.extend(_top(token.logprobs))
+        message.chosen_logprobs.extend(token.logprobs.chosen_logprobs)
     return message
 
 
@@ -218,6 +269,7 @@ def _speculation(stats: SpeculationStats) -> pb.SpeculationStats:
         accepted_per_position=stats.accepted_per_position,
         drafted_per_position=stats.drafted_per_position,
         inactive_reason=stats.inactive_reason,
+        num_committed_tokens=stats.num_committed_tokens,
     )
 
 
@@ -248,17 +300,13 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
 
 
 class ModelServicer(pb_grpc.ModelServiceServicer):
-    """`GetServerInfo` over an `AsyncEngine`."""
+    """`GetServerInfo` and `GetStats` over an `AsyncEngine`."""
 
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
 
     async def GetServerInfo(self, message: pb.GetServerInfoRequest, context: Any) -> pb.GetServerInfoResponse:
-        try:
-            served = self._engine.served()
-        except Exception as error:
-            await _abort(context, error)
-            raise
+        served = await self._served(context)
         limits = served.engine.limits
         return pb.GetServerInfoResponse(
             model=served.model_name,
@@ -272,7 +320,26 @@ class ModelServicer(pb_grpc.ModelServiceServicer):
             vocab_size=limits.vocab_size,
             eos_token_ids=limits.eos_token_ids,
             startup_lines=served.startup_lines,
+            environment=served.environment,
         )
+
+    async def GetStats(self, message: pb.GetStatsRequest, context: Any) -> pb.GetStatsResponse:
+        metrics = (await self._served(context)).engine.metrics
+        return pb.GetStatsResponse(
+            num_steps=metrics.num_steps,
+            num_prompt_tokens=metrics.num_prompt_tokens,
+            num_cached_tokens=metrics.num_cached_tokens,
+            num_output_tokens=metrics.num_output_tokens,
+            num_preemptions=metrics.num_preemptions,
+            speculation=_speculation(metrics.speculation),
+        )
+
+    async def _served(self, context: Any) -> Served:
+        try:
+            return self._engine.served()
+        except Exception as error:
+            await _abort(context, error)
+            raise
 
 
 async def _abort(context: Any, error: Exception) -> None:

@@ -74,9 +74,9 @@ class FaultyDrafter:
         self._inner = inner
 
     def start(self, view: DraftRow) -> None:
+        self._raise_if("start raises")  # then it holds nothing, and must be started again before it is asked
         self.live.add(view.sequence_id)
         self._inner.start(view)
-        self._raise_if("start raises")
 
     def propose(self, rows: Sequence[DraftRow], caps: Sequence[int]) -> Sequence[DraftTree]:
         for row, cap in zip(rows, caps, strict=True):

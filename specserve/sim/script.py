@@ -103,7 +103,7 @@ def draw_world(name: str, rng: random.Random) -> World:
         max_num_seqs=max_num_seqs,
         min_chunk=min_chunk,
         max_num_batched_tokens=max_num_seqs + min_chunk + rng.choice((0, 8, 40)),
-        max_num_queued_requests=rng.choice((4, 16, 64)),
+        max_num_queued_requests=rng.choice((8, 16, 64)),
         enable_prefix_caching=rng.random() < 0.8,
         truth=rng.choice((0.0, 0.5, 0.9, 1.0)),
     )
@@ -115,7 +115,7 @@ def draw_script(world: World, rng: random.Random, num_arrivals: int = 150) -> tu
     actions: list[Action] = []
     at = 0
     for number in range(num_arrivals):
-        at += rng.choice((0, 0, 0, 1, 2, 3, 4, 12))
+        at += rng.choice((0, 0, 0, 1, 1, 2, 3, 8))
         actions.append(_draw_arrival(at, number, world, books, rng))
         if rng.random() < 0.3:
             actions.append(_draw_fault(at, number, rng))

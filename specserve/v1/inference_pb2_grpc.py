@@ -117,6 +117,11 @@ class ModelServiceStub:
                 request_serializer=specserve_dot_v1_dot_inference__pb2.GetServerInfoRequest.SerializeToString,
                 response_deserializer=specserve_dot_v1_dot_inference__pb2.GetServerInfoResponse.FromString,
                 _registered_method=True)
+        self.GetStats = channel.unary_unary(
+                '/specserve.v1.ModelService/GetStats',
+                request_serializer=specserve_dot_v1_dot_inference__pb2.GetStatsRequest.SerializeToString,
+                response_deserializer=specserve_dot_v1_dot_inference__pb2.GetStatsResponse.FromString,
+                _registered_method=True)
 
 
 class ModelServiceServicer:
@@ -130,6 +135,13 @@ class ModelServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetStats(self, request, context):
+        """Tells what the engine counted since it started; two answers give what happened between them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ModelServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -137,6 +149,11 @@ def add_ModelServiceServicer_to_server(servicer, server):
                     servicer.GetServerInfo,
                     request_deserializer=specserve_dot_v1_dot_inference__pb2.GetServerInfoRequest.FromString,
                     response_serializer=specserve_dot_v1_dot_inference__pb2.GetServerInfoResponse.SerializeToString,
+            ),
+            'GetStats': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetStats,
+                    request_deserializer=specserve_dot_v1_dot_inference__pb2.GetStatsRequest.FromString,
+                    response_serializer=specserve_dot_v1_dot_inference__pb2.GetStatsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -167,6 +184,33 @@ class ModelService:
             '/specserve.v1.ModelService/GetServerInfo',
             specserve_dot_v1_dot_inference__pb2.GetServerInfoRequest.SerializeToString,
             specserve_dot_v1_dot_inference__pb2.GetServerInfoResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetStats(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/specserve.v1.ModelService/GetStats',
+            specserve_dot_v1_dot_inference__pb2.GetStatsRequest.SerializeToString,
+            specserve_dot_v1_dot_inference__pb2.GetStatsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -22,6 +22,7 @@ from specserve.events import (
     TokenLogprobs,
     Usage,
 )
+from specserve.metrics import EngineMetrics
 from specserve.request import Request
 from specserve.validation import validate
 
@@ -42,6 +43,7 @@ class FakeEngine:
 
     def __init__(self) -> None:
         self.clock = time.monotonic
+        self.metrics = EngineMetrics(num_preemptions=3, num_cached_tokens=32)
         self.may_step = threading.Event()
         self.may_step.set()
         self.fault: Exception | None = None
@@ -115,13 +117,22 @@ def _started(request: Request) -> Started:
         numerics="exact",
         verification="coupled",
         drafter="ngram",
+        prompt_logprobs=_prompt_logprobs(request),
     )
+
+
+def _prompt_logprobs(request: Request) -> tuple[TokenLogprobs | None, ...] | None:
+    if request.params.prompt_logprobs is None:
+        return None
+    known = TokenLogprobs(logprob=-0.25, top_ids=(5,), top_logprobs=(-0.125,))
+    return (None, *[known] * (len(request.prompt_token_ids) - 1))
 
 
 def _delta(request: Request, choice: int, count: int, now: float) -> Delta:
     logprobs = None
     if request.params.logprobs is not None:
-        logprobs = TokenLogprobs(logprob=0.0, top_ids=(7, 8), top_logprobs=(-0.5, -1.5))
+        chosen = tuple(-float(token_id) for token_id in request.params.logprob_token_ids)
+        logprobs = TokenLogprobs(logprob=0.0, top_ids=(7, 8), top_logprobs=(-0.5, -1.5), chosen_logprobs=chosen)
     token = Token(token_id=100 + count, text=f"<{count}>", drafted=count % 2 == 1, logprobs=logprobs)
     return Delta(request_id=request.request_id, index=choice, tokens=(token,), time=now)
 
@@ -149,6 +160,9 @@ class FakeTokenizer:
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         return self.encode("".join(f"{turn['role']}:{turn['content']}\n" for turn in messages))
 
+    def bad_word_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(self.encode(word)) for word in words)
+
 
 @dataclass
 class Loaded:
@@ -158,3 +172,4 @@ class Loaded:
     tokenizer: FakeTokenizer = field(default_factory=FakeTokenizer)
     model_name: str = "fake"
     startup_lines: tuple[str, ...] = ("KV cache: 640 tokens",)
+    environment: str = "environment: none"

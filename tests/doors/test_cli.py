@@ -19,6 +19,9 @@ from typer.testing import CliRunner
 
 from specserve import __version__
 from specserve.cli import app, main
+from specserve.cli.options import Sampling
+from specserve.constraint import GrammarSpec
+from specserve.request import SamplingParams
 from specserve.v1 import inference_pb2 as pb
 from specserve.v1 import inference_pb2_grpc as pb_grpc
 
@@ -102,6 +105,8 @@ def test_help_loads_nothing_heavy(command: str) -> None:
         (["generate", "x", "--num-draft-tokens", "65"], "num_draft_tokens is 65; allowed: 0 to 64"),
         (["generate", "x", "--dtype", "float8"], "dtype is 'float8'; allowed: auto, bfloat16, float32"),
         (["generate", "x", "--model", "no-such-model"], "no model 'no-such-model'"),
+        (["generate", "x", "--regex", "a", "--choice", "a"], "--regex and --choice were given"),
+        (["generate", "x", "--json-schema", "no-such-file"], "--json-schema 'no-such-file' is neither a text with '{'"),
         (["serve", "--block-size", "0"], "page_size is 0; it must be at least 1 token"),
         (["serve", "--port", "0", "--model", "no-such-model"], "no model 'no-such-model'"),
         (["pull", "no-such-model"], "no model 'no-such-model'"),
@@ -137,6 +142,34 @@ def test_json_is_one_object_with_the_promised_keys(model: str) -> None:
     assert answer["usage"]["completion_tokens"] == len(answer["token_ids"]) <= 12
     assert answer["finish_reason"] in ("stop", "length") and isinstance(answer["seed"], int)
     assert answer["speculation"]["acceptance_length"] >= 1.0
+
+
+def test_sampling_options_become_parameters(tmp_path: Path) -> None:
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "object"}')
+    given = Sampling(seed=3, top_k=4, repetition_penalty=1.5, presence_penalty=0.5, frequency_penalty=-0.5)
+    wanted = SamplingParams(
+        seed=3, top_k=4, repetition_penalty=1.5, presence_penalty=0.5, frequency_penalty=-0.5, n=2, temperature=0.5
+    )
+    assert given.params(0.5, n=2) == wanted
+    assert Sampling(bad_word=["a", "b"]).params(1.0) == SamplingParams(bad_words=("a", "b"))
+    for option, spec in (
+        ({"json_schema": str(schema)}, GrammarSpec("json_schema", '{"type": "object"}')),
+        ({"json_schema": "{}"}, GrammarSpec("json_schema", "{}")),
+        ({"json_object": True}, GrammarSpec("json_object")),
+        ({"regex": "[0-9]+"}, GrammarSpec("regex", "[0-9]+")),
+        ({"lark": 'start: "a"'}, GrammarSpec("lark", 'start: "a"')),
+        ({"choice": ["yes", "no"]}, GrammarSpec("choice", ("yes", "no"))),
+    ):
+        assert Sampling(**option).params(1.0) == SamplingParams(grammar=spec)
+
+
+def test_a_bad_word_does_not_occur(model: str) -> None:
+    plain = _generate(model, "--max-tokens", "12")
+    word = plain["text"].split()[0] if plain["text"].split() else "the"
+    assert word not in _generate(model, "--max-tokens", "12", "--bad-word", word)["text"].split()
+    penalised = _generate(model, "--max-tokens", "12", "--repetition-penalty", "100")
+    assert penalised["token_ids"] != plain["token_ids"]
 
 
 def test_speculation_changes_no_token(model: str) -> None:

@@ -17,9 +17,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from specserve import errors
+from specserve.constraint import GrammarSpec
 from specserve.events import Delta
 from specserve.request import Request, SamplingParams
-from specserve.server.grpc import INFERENCE_SERVICE, WIRE_PATHS
+from specserve.server.grpc import INFERENCE_SERVICE, WIRE_PATHS, sampling_params
 from specserve.server.status import to_status
 from specserve.server.worker import EngineThread
 from specserve.v1 import inference_pb2 as pb
@@ -101,8 +102,60 @@ def test_server_info() -> None:
         info = await client.model.GetServerInfo(pb.GetServerInfoRequest())
         assert (info.model, info.numerics, info.max_model_len, info.pool_tokens) == ("fake", "exact", 64, 640)
         assert list(info.drafters) == ["off", "auto", "ngram"] and info.startup_lines
+        assert info.environment == "environment: none"
 
     over_grpc(body)
+
+
+def test_stats_are_the_engine_s_counters() -> None:
+    async def body(client: Client, engine: FakeEngine) -> None:
+        engine.metrics.speculation.num_committed_tokens = 1 << 40  # totals outgrow 32 bits
+        engine.metrics.speculation.num_steps = 1 << 39
+        stats = await client.model.GetStats(pb.GetStatsRequest())
+        assert (stats.num_preemptions, stats.num_cached_tokens, stats.num_prompt_tokens) == (3, 32, 0)
+        assert (stats.speculation.num_committed_tokens, stats.speculation.acceptance_length) == (1 << 40, 2.0)
+
+    over_grpc(body)
+
+
+EVERY_SAMPLING_FIELD = {
+    "n": 2, "temperature": 0.7, "top_p": 0.9, "top_k": 40, "min_p": 0.05, "seed": 7, "logprobs": 2,
+    "prompt_logprobs": 1, "repetition_penalty": 1.1, "presence_penalty": -0.5, "frequency_penalty": 0.25,
+    "logit_bias": {3: -100.0, 9: 1.5}, "allowed_token_ids": (3, 9), "bad_words": ("ab", "c"),
+    "logprob_token_ids": (9, 3),
+}  # fmt: skip
+
+
+def test_every_sampling_field_arrives() -> None:
+    async def body(client: Client, engine: FakeEngine) -> None:
+        request = _sampling(**EVERY_SAMPLING_FIELD, logprobs_mode=pb.LOGPROBS_MODE_PROCESSED)
+        responses = await client.generate(request)
+        asked = engine.submitted[0]
+        assert asked.params == SamplingParams(**EVERY_SAMPLING_FIELD, logprobs_mode="processed")
+        assert asked.bad_word_ids == ((97, 98), (99,))
+        named = {*EVERY_SAMPLING_FIELD, "logprobs_mode", "json_schema", "json_object", "regex", "lark", "choice"}
+        assert set(pb.SamplingParams.DESCRIPTOR.fields_by_name) == named
+        first, *others = responses[0].started.prompt_logprobs
+        assert not first.HasField("logprob") and len(others) == len(asked.prompt_token_ids) - 1
+        assert [(entry.logprob, entry.top_logprobs[0].id) for entry in others] == [(-0.25, 5)] * len(others)
+        tokens = [token for r in responses if r.HasField("delta") for token in r.delta.tokens]
+        assert all(list(token.chosen_logprobs) == [-9.0, -3.0] for token in tokens)
+
+    over_grpc(body)
+
+
+@pytest.mark.parametrize(
+    ("field", "spec"),
+    [
+        ({"json_schema": '{"type": "object"}'}, GrammarSpec("json_schema", '{"type": "object"}')),
+        ({"json_object": pb.JsonObject()}, GrammarSpec("json_object")),
+        ({"regex": "[0-9]+"}, GrammarSpec("regex", "[0-9]+")),
+        ({"lark": 'start: "a"'}, GrammarSpec("lark", 'start: "a"')),
+        ({"choice": pb.Choice(texts=["yes", "no"])}, GrammarSpec("choice", ("yes", "no"))),
+    ],
+)
+def test_every_constraint_arrives(field: dict[str, Any], spec: GrammarSpec) -> None:
+    assert sampling_params(_sampling(**field)) == SamplingParams(grammar=spec)
 
 
 # -- refusals ------------------------------------------------------------------------------------------------------
@@ -126,6 +179,21 @@ BAD_FIELDS = [
     ("sampling.min_p", _sampling(min_p=1.5)),
     ("sampling.logprobs", _sampling(logprobs=21)),
     ("sampling.logprobs_mode", _sampling(logprobs_mode=7)),
+    ("sampling.repetition_penalty", _sampling(repetition_penalty=0)),
+    ("sampling.repetition_penalty", _sampling(repetition_penalty=float("inf"))),
+    ("sampling.presence_penalty", _sampling(presence_penalty=2.5)),
+    ("sampling.frequency_penalty", _sampling(frequency_penalty=float("nan"))),
+    ("sampling.logit_bias[3]", _sampling(logit_bias={3: 101.0})),
+    ("sampling.logit_bias[0]", _sampling(logit_bias={1000: 1.0})),
+    ("sampling.allowed_token_ids[1]", _sampling(allowed_token_ids=[1, 1000])),
+    ("sampling.bad_words", _sampling(bad_words=["a", ""])),
+    ("sampling.bad_words", _sampling(bad_words=["a"] * 257)),
+    ("sampling.logprob_token_ids[0]", _sampling(logprob_token_ids=[1000])),
+    ("sampling.prompt_logprobs", _sampling(prompt_logprobs=-1)),
+    ("sampling.json_schema", _sampling(json_schema="")),
+    ("sampling.regex", _sampling(regex="x" * 70_000)),
+    ("sampling.lark", _sampling(lark="")),
+    ("sampling.choice", _sampling(choice=pb.Choice())),
     ("stopping.max_tokens", _stopping(max_tokens=0)),
     ("stopping.min_tokens", _stopping(min_tokens=-1)),
     ("stopping.min_tokens", _stopping(min_tokens=3, max_tokens=2)),

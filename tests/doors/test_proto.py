@@ -15,9 +15,22 @@ from specserve.v1 import inference_pb2 as pb
 ROOT = Path(__file__).resolve().parents[2]
 PROTO = ROOT / "proto/specserve/v1/inference.proto"
 OPTIONAL = {
-    "SamplingParams": ["n", "temperature", "top_p", "top_k", "min_p", "seed", "logprobs"],
+    "SamplingParams": [
+        "n",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "seed",
+        "logprobs",
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+        "prompt_logprobs",
+    ],
     "StoppingParams": ["max_tokens", "min_tokens"],
     "SpeculationParams": ["drafter", "num_draft_tokens"],
+    "TokenLogprobs": ["logprob"],
     "Token": ["logprob"],
     "SpeculationStats": ["inactive_reason"],
 }
@@ -55,8 +68,9 @@ def _in_oneof(field: FieldDescriptor) -> bool:
 
 def test_real_numbers_of_a_request_are_doubles() -> None:
     # A float would turn 0.8 into 0.800000012 and draw other tokens than in process.
-    for name in ("temperature", "top_p", "min_p"):
+    for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
         assert pb.SamplingParams(**{name: 0.8}).__getattribute__(name) == 0.8
+    assert pb.SamplingParams(logit_bias={3: 0.8}).logit_bias[3] == 0.8
 
 
 def test_every_declaration_has_a_comment() -> None:

@@ -6,21 +6,20 @@ engine at once. Ids may differ only where the oracle's margin is below 1e-3, in 
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from cells import OracleAnswers, compare_logprobs
 from drafters import AdversarialDrafter, OracleDrafter, RandomTreeDrafter
 from harness import EngineHarness, Run
-from oracle import NearTies, Oracle, OracleOutput, gumbel
+from oracle import NearTies, gumbel
 
 from specserve.events import FinishReason
 from specserve.request import Request, SamplingParams
-from specserve.tokenizer import Tokenizer
 
 PROMPTS = (
     (17, 201, 45, 45, 9, 130),
@@ -28,7 +27,6 @@ PROMPTS = (
     tuple(range(100, 133)),
 )
 STOP_IDS = tuple(range(40, 110))
-LOGPROB_TOLERANCE = 1e-3
 
 TRUNCATIONS: list[dict[str, Any]] = [
     {},
@@ -57,6 +55,22 @@ OTHERS: list[dict[str, Any]] = [
     {"logprobs": 20, "logprobs_mode": "processed", "top_k": 6},
     {"logprobs": 3, "logprobs_mode": "processed", "top_p": 0.7, "min_tokens": 4, "stop_token_ids": STOP_IDS},
 ]
+PROCESSORS: list[dict[str, Any]] = [
+    {"repetition_penalty": 1.4},
+    {"repetition_penalty": 0.8, "max_tokens": 8},
+    {"presence_penalty": 2.0},
+    {"presence_penalty": -1.5},
+    {"frequency_penalty": 0.9},
+    {"frequency_penalty": -0.6, "presence_penalty": 1.0, "repetition_penalty": 1.1},
+    {"logit_bias": {5: 9.0, 201: -100.0, 45: 6.5}},
+    {"allowed_token_ids": tuple(range(3, 250, 7))},
+    {"allowed_token_ids": (40, 41, 200), "stop_token_ids": (41,), "min_tokens": 15},
+    {"frequency_penalty": 1.0, "n": 3},
+    {"repetition_penalty": 1.3, "logprobs": 20, "logprobs_mode": "processed", "top_k": 9},
+    {"logprobs": 0, "logprob_token_ids": (0, 299, 45)},
+    {"prompt_logprobs": 0},
+    {"prompt_logprobs": 20, "logprobs": 2, "presence_penalty": 0.5},
+]
 TEMPERATURES = (0.0, 0.3, 0.8, 1.4)
 SEEDS = (0, 1234, 2**64 - 1)
 
@@ -64,7 +78,7 @@ SEEDS = (0, 1234, 2**64 - 1)
 def parameter_sets() -> list[dict[str, Any]]:
     """Every truncation at every temperature; every ending and extra at one greedy and one sampled."""
     sets = [{"temperature": t, **extra} for t, extra in itertools.product(TEMPERATURES, TRUNCATIONS)]
-    sets += [{"temperature": t, **extra} for t, extra in itertools.product((0.0, 0.8), ENDINGS + OTHERS)]
+    sets += [{"temperature": t, **extra} for t, extra in itertools.product((0.0, 0.8), ENDINGS + OTHERS + PROCESSORS)]
     defaults = {"max_tokens": 20, "ignore_eos": True}
     return [defaults | extra for extra in sets]
 
@@ -77,35 +91,8 @@ def numbered(params: list[SamplingParams]) -> list[Request]:
     ]
 
 
-def oracle_params(params: SamplingParams) -> dict[str, Any]:
-    """The parameters by name; one that the oracle does not know must have its default."""
-    known = inspect.signature(Oracle.generate).parameters
-    default = SamplingParams()
-    unknown = [f.name for f in fields(params) if f.name not in known and f.name != "n"]
-    changed = [name for name in unknown if getattr(params, name) != getattr(default, name)]
-    assert not changed, f"the oracle does not know {changed}"
-    return {f.name: getattr(params, f.name) for f in fields(params) if f.name in known}
-
-
-class Answers:
-    """What the oracle says to every request, each asked once."""
-
-    def __init__(self, folder: Path) -> None:
-        self.oracle = Oracle(folder)
-        self.tokenizer = Tokenizer(folder)
-        self._known: dict[tuple[Request, int], OracleOutput] = {}
-
-    def of(self, request: Request, choice: int) -> OracleOutput:
-        if (request, choice) not in self._known:
-            params = oracle_params(request.params)
-            self._known[request, choice] = self.oracle.generate(
-                request.prompt_token_ids,
-                choice=choice,
-                eos_token_ids=self.tokenizer.eos_token_ids,
-                decode=self.tokenizer.decode,
-                **params,
-            )
-        return self._known[request, choice]
+class Answers(OracleAnswers):
+    """The oracle's answers to all the cases; some of these are made from answers to others."""
 
     def requests(self) -> list[Request]:
         """The parameter sets, then some of them again with stop strings taken from their own answers."""
@@ -151,21 +138,8 @@ def compare(run: Run, requests: Sequence[Request], answers: Answers) -> None:
                 continue
             assert run.finished[key].reason == expected.finish_reason, f"{key} {request.params}"
             assert run.texts[key] == expected.text, f"{key} {request.params}"
-            compare_logprobs(run.tokens[key], expected, request.params)
+            compare_logprobs(run, request, choice, expected)
     ties.finish()
-
-
-def compare_logprobs(tokens: Sequence[Any], expected: OracleOutput, params: SamplingParams) -> None:
-    if params.logprobs is None:
-        assert all(token.logprobs is None for token in tokens)
-        return
-    for token, wanted in zip(tokens, expected.logprobs, strict=True):
-        assert token.logprobs.logprob == pytest.approx(wanted.logprob, abs=LOGPROB_TOLERANCE)
-        assert token.logprobs.top_logprobs == pytest.approx(wanted.top_logprobs, abs=LOGPROB_TOLERANCE)
-        assert len(token.logprobs.top_ids) == params.logprobs
-        near = LOGPROB_TOLERANCE + min(wanted.top_logprobs, default=0.0)
-        sure = {i for i, p in zip(wanted.top_ids, wanted.top_logprobs, strict=True) if p > near}
-        assert sure <= set(token.logprobs.top_ids)
 
 
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("oracle", "adversarial")]

@@ -18,7 +18,19 @@ PACKAGES = {
     "specserve_drafts": ROOT / "drafts" / "specserve_drafts",
 }
 COMPUTED = "<computed>"
-PURE = ("errors", "config", "events", "request", "validation", "proposal", "pages", "prefix", "scheduler", "controller")
+PURE = (
+    "errors",
+    "config",
+    "events",
+    "request",
+    "proposal",
+    "constraint",
+    "validation",
+    "pages",
+    "prefix",
+    "scheduler",
+    "controller",
+)
 
 
 @dataclass(frozen=True)

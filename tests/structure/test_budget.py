@@ -10,7 +10,15 @@ from collections.abc import Iterator
 
 from structure.source import PURE, modules
 
-ENGINE = (*(name for name in PURE if name != "validation"), "batch", "runner", "sample", "verify", "commit", "engine")
+ENGINE = (
+    *(name for name in PURE if name not in ("validation", "constraint")),
+    "batch",
+    "runner",
+    "sample",
+    "verify",
+    "commit",
+    "engine",
+)
 MAX_ENGINE_LINES = 2500
 MAX_MODULE_LINES = 500
 MAX_FUNCTION_LINES = 40

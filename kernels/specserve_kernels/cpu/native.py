@@ -29,8 +29,8 @@ from specserve_kernels.cpu.native_abi import (
     raise_for,
 )
 from specserve_kernels.cpu.native_build import NativeUnavailable, build
-from specserve_kernels.cpu.native_decoder import DecoderModel, NativeDecoder
-from specserve_kernels.ops import AttentionRows, LinearWeight
+from specserve_kernels.cpu.native_decoder import NativeDecoder
+from specserve_kernels.ops import AttentionRows, DecoderModel, LinearWeight
 
 __all__ = ["DecoderModel", "NativeDecoder", "NativeOps", "NativeUnavailable", "build", "load"]
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,56 +22,7 @@ from specserve_kernels.cpu.native_abi import (
     packed_weight,
     raise_for,
 )
-from specserve_kernels.ops import AttentionRows, LinearWeight
-
-
-class LayerWeights(Protocol):
-    """One layer with weights packed by this backend; q, k, v are one matrix and so are gate, up."""
-
-    @property
-    def attention_norm(self) -> Tensor:
-        """[hidden]."""
-        ...
-
-    @property
-    def qkv(self) -> LinearWeight:
-        """[(heads + 2 * kv_heads) * head_dim, hidden]."""
-        ...
-
-    @property
-    def output(self) -> LinearWeight:
-        """[hidden, heads * head_dim]."""
-        ...
-
-    @property
-    def mlp_norm(self) -> Tensor:
-        """[hidden]."""
-        ...
-
-    @property
-    def gate_up(self) -> LinearWeight:
-        """[2 * inner, hidden]."""
-        ...
-
-    @property
-    def down(self) -> LinearWeight:
-        """[hidden, inner]."""
-        ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecoderModel:
-    """A Llama-family decoder in this backend's layout; all tensors of one dtype but the rope table."""
-
-    embed: LinearWeight  # [vocab, hidden]; only `raw` is read
-    layers: Sequence[LayerWeights]
-    norm: Tensor  # [hidden]
-    rope_table: Tensor  # fp32 [max_positions, head_dim]
-    heads: int
-    kv_heads: int
-    head_dim: int
-    eps: float
-    scale: float
+from specserve_kernels.ops import AttentionRows, DecoderModel
 
 
 class NativeDecoder:

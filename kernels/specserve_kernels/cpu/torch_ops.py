@@ -22,6 +22,7 @@ from specserve_kernels.ops import AttentionRows, LinearWeight
 
 name = "torch"
 sample = None  # composed by the caller
+decoder = None
 
 # Rows of a GEMM or reduction. oneDNN in bf16 costs the same from 1 to 32 rows (memory-bound, DESIGN appendix).
 TILE = 32

@@ -42,19 +42,29 @@ static inline void put_tile(const Gemm& g, const float* acc, int64_t row, int64_
   for (int64_t r = 0; r < rows; r++) put_panel(g, row + r, n0, load(acc + r * 16), load(acc + 256 + r * 16));
 }
 
-// one panel of 32 outputs times one or two tiles of 16 rows
+// Tiles [k0, k1) of k of one panel of 32 outputs, times one or two tiles of 16 rows. `acc` carries the sums from one
+// range of k to the next in fp32, as they stood in the tiles: cutting k into ranges changes no bit.
 template <bool two>
-static inline void tiles(const Gemm& g, const bf16* p, int64_t kt, const RowTile* x, int64_t row, int64_t n0) {
-  alignas(64) float acc[4 * 256];
-  _tile_zero(0);
-  _tile_zero(1);
-  if (two) {
-    _tile_zero(2);
-    _tile_zero(3);
+static inline void tiles(const Gemm& g, const bf16* p, int64_t k0, int64_t k1, int64_t kt, const RowTile* x,
+                         float* acc, int64_t row, int64_t n0) {
+  if (k0 == 0) {
+    _tile_zero(0);
+    _tile_zero(1);
+    if (two) {
+      _tile_zero(2);
+      _tile_zero(3);
+    }
+  } else {
+    _tile_loadd(0, acc, 64);
+    _tile_loadd(1, acc + 256, 64);
+    if (two) {
+      _tile_loadd(2, acc + 512, 64);
+      _tile_loadd(3, acc + 768, 64);
+    }
   }
   const bf16 *a = x[0].x, *b = two ? x[1].x : nullptr;
   const int64_t lda = x[0].stride, ldb = two ? x[1].stride : 0;
-  for (int64_t k = 0; k < kt; k++) {
+  for (int64_t k = k0; k < k1; k++) {
     _tile_loadd(6, p + k * 1024, 64);
     _tile_loadd(7, p + k * 1024 + 512, 64);
     _tile_loadd(4, a + k * 32, lda);
@@ -68,12 +78,13 @@ static inline void tiles(const Gemm& g, const bf16* p, int64_t kt, const RowTile
   }
   _tile_stored(0, acc, 64);
   _tile_stored(1, acc + 256, 64);
-  put_tile(g, acc, row, x[0].rows, n0);
   if (two) {
     _tile_stored(2, acc + 512, 64);
     _tile_stored(3, acc + 768, 64);
-    put_tile(g, acc + 512, row + 16, x[1].rows, n0);
   }
+  if (k1 < kt) return;
+  put_tile(g, acc, row, x[0].rows, n0);
+  if (two) put_tile(g, acc + 512, row + 16, x[1].rows, n0);
 }
 
 // Whole tiles are read where they are; a ragged last one, or rows that are no multiple of 32 long, from a zero-padded
@@ -86,9 +97,13 @@ static void gemm_tiles(const Gemm& g, int tid, int nth) {
   const int64_t kp = up(g.k, 32), kt = kp / 32;
   const int64_t from = kp != g.k ? 0 : g.m / 16 * 16;  // rows from here on are copied
   const int64_t padded = up(g.m, 16) - from, count = up(g.m, 16) / 16;
-  char* scratch = thread_scratch((size_t)count * sizeof(RowTile) + 64 + (size_t)padded * kp * 2);
+  // Many rows go over the panel again and again: 18 tiles of k of it are 36 KB and stay in L1. Few rows read it once.
+  const int64_t ranges = count > 4 ? up(kt, 18) / 18 : 1, range = up(kt, ranges) / ranges;
+  const size_t tile_bytes = up(count * sizeof(RowTile), 64), acc_bytes = (size_t)up(count, 2) * 512 * 4;
+  char* scratch = thread_scratch(tile_bytes + acc_bytes + (size_t)padded * kp * 2);
   RowTile* tile = (RowTile*)scratch;
-  bf16* copy = (bf16*)(scratch + up(count * sizeof(RowTile), 64));
+  float* acc = (float*)(scratch + tile_bytes);
+  bf16* copy = (bf16*)(scratch + tile_bytes + acc_bytes);
   for (int64_t m = from; m < g.m; m++) {
     memcpy(copy + (m - from) * kp, (const bf16*)g.x + m * g.k, g.k * 2);
     memset(copy + (m - from) * kp + g.k, 0, (kp - g.k) * 2);
@@ -100,9 +115,326 @@ static void gemm_tiles(const Gemm& g, int tid, int nth) {
   finish_stores();
   for (int64_t n = first; n < last; n++) {
     const bf16* p = (const bf16*)g.packed + n * kp * kPanel;
-    int64_t t = 0;
-    for (; t + 2 <= count; t += 2) tiles<true>(g, p, kt, tile + t, t * 16, n * kPanel);
-    if (t < count) tiles<false>(g, p, kt, tile + t, t * 16, n * kPanel);
+    for (int64_t k0 = 0; k0 < kt; k0 += range) {
+      const int64_t k1 = lesser(k0 + range, kt);
+      int64_t t = 0;
+      for (; t + 2 <= count; t += 2) tiles<true>(g, p, k0, k1, kt, tile + t, acc + t * 512, t * 16, n * kPanel);
+      if (t < count) tiles<false>(g, p, k0, k1, kt, tile + t, acc + t * 512, t * 16, n * kPanel);
+    }
+  }
+}
+
+// ----------------------------------------------------------------------------------------- attention
+// A pass takes lanes whose keys lie in the same slots. Key j of a split is element j % 32 of chunk j / 32 of 32
+// positions, whoever else is in the pass, so a lane's products meet the same tile elements in the same order alone and
+// in company. A key that a lane does not see has weight 0 there and a finite V, which adds exactly nothing; where V is
+// not finite, each row gets a pass of its own, in which what it does not see is zero.
+
+constexpr int64_t kChunk = 32;
+constexpr int64_t kChunks = kSplit / kChunk;
+
+static bool tile_attention(const AttentionArgs& a) {
+  return a.type == kBf16 && a.dim % 32 == 0 && a.page_size % 16 == 0;
+}
+
+struct PassScratch {
+  alignas(64) float scores[kSplit * 16];           // [key, lane]
+  alignas(64) uint32_t weights[kChunks * 16 * 16];  // per chunk [lane, pair of keys]
+  alignas(64) uint16_t values[4 * 512];            // four tiles [pair of keys, 16 of dim, 2]
+  alignas(64) float out[4 * 256];                  // four tiles [lane, 16 of dim]
+};
+// then queries: dim / 32 tiles [pair of dim, lane, 2]; then gathered K and V, [kSplit, dim] each
+
+static size_t attention_scratch_tiles(const AttentionArgs& a) {
+  if (!tile_attention(a)) return attention_scratch_generic(a);
+  return sizeof(PassScratch) + (size_t)a.dim * 32 + 2 * kSplit * a.dim * 2 + 128;
+}
+
+static inline void transpose16(__m512i r[16]) {
+  __m512i t[16];
+  for (int i = 0; i < 8; i++) {
+    t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
+    t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
+  }
+  for (int i = 0; i < 4; i++) {
+    r[4 * i] = _mm512_unpacklo_epi64(t[4 * i], t[4 * i + 2]);
+    r[4 * i + 1] = _mm512_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
+    r[4 * i + 2] = _mm512_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
+    r[4 * i + 3] = _mm512_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
+  }
+  for (int i = 0; i < 4; i++) {
+    t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
+    t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
+    t[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
+    t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
+  }
+  for (int i = 0; i < 4; i++) {
+    r[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
+    r[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
+    r[i + 4] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88);
+    r[i + 12] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd);
+  }
+}
+
+static void pack_queries(const AttentionArgs& a, const Block& b, int64_t kv_head, uint32_t* queries) {
+  const int64_t group = a.heads / a.kv_heads;
+  for (int64_t t = 0; t < a.dim / 32; t++) {
+    __m512i r[16];
+    int lane = 0;
+    for (int64_t row = 0; row < b.rows; row++)
+      for (int64_t h = 0; h < b.heads; h++, lane++)
+        r[lane] = _mm512_loadu_si512((const bf16*)a.q + (b.row + row) * a.q_stride +
+                                     (kv_head * group + b.head + h) * a.dim + t * 32);
+    for (; lane < 16; lane++) r[lane] = _mm512_setzero_si512();
+    transpose16(r);
+    for (int i = 0; i < 16; i++) _mm512_storeu_si512(queries + t * 256 + i * 16, r[i]);
+  }
+}
+
+// 16 keys each, consecutive in memory: where K and V of group i of a pass start
+struct Groups {
+  const bf16 *k[kSplit / 16], *v[kSplit / 16];
+};
+
+static void tile_scores(const AttentionArgs& a, const Groups& g, int64_t groups, const uint32_t* queries,
+                        float* scores) {
+  const int64_t stride = a.dim * 2;
+  int64_t i = 0;
+  for (; i + 4 <= groups; i += 4) {  // four sums at once hide the latency of each
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t t = 0; t < a.dim / 32; t++) {
+      _tile_loadd(7, queries + t * 256, 64);
+      _tile_loadd(4, g.k[i] + t * 32, stride);
+      _tile_dpbf16ps(0, 4, 7);
+      _tile_loadd(5, g.k[i + 1] + t * 32, stride);
+      _tile_dpbf16ps(1, 5, 7);
+      _tile_loadd(6, g.k[i + 2] + t * 32, stride);
+      _tile_dpbf16ps(2, 6, 7);
+      _tile_loadd(4, g.k[i + 3] + t * 32, stride);
+      _tile_dpbf16ps(3, 4, 7);
+    }
+    _tile_stored(0, scores + i * 256, 64);
+    _tile_stored(1, scores + (i + 1) * 256, 64);
+    _tile_stored(2, scores + (i + 2) * 256, 64);
+    _tile_stored(3, scores + (i + 3) * 256, 64);
+  }
+  for (; i < groups; i++) {
+    _tile_zero(0);
+    for (int64_t t = 0; t < a.dim / 32; t++) {
+      _tile_loadd(7, queries + t * 256, 64);
+      _tile_loadd(4, g.k[i] + t * 32, stride);
+      _tile_dpbf16ps(0, 4, 7);
+    }
+    _tile_stored(0, scores + i * 256, 64);
+  }
+}
+
+// scores of `keys` keys -> maximum, sum and bf16 weights, lane by lane; key j is seen by lanes whose count is above j
+static void tile_softmax(const AttentionArgs& a, int64_t keys, __m512i count, PassScratch* s, F& top, F& sum) {
+  top = splat(-INFINITY);
+  for (int64_t j = 0; j < keys; j++) {
+    const F x = load(s->scores + j * 16) * a.scale;
+    store(s->scores + j * 16, x);
+    top = select(_mm512_cmpgt_epi32_mask(count, _mm512_set1_epi32((int)j)), vmax(top, x), top);
+  }
+  sum = F{};
+  const F none = F{};
+  for (int64_t c = 0; c * kChunk < keys; c++) {
+    __m512i pair[16];
+    for (int64_t i = 0; i < 16; i++) {
+      U half[2] = {};
+      for (int64_t h = 0; h < 2; h++) {
+        const int64_t j = c * kChunk + 2 * i + h;
+        if (j >= keys) continue;
+        const Mask seen = _mm512_cmpgt_epi32_mask(count, _mm512_set1_epi32((int)j));
+        const F p = rounded<bf16>(select(seen, vexp(load(s->scores + j * 16) - top), none));
+        sum += p;
+        half[h] = (U)p;
+      }
+      pair[i] = (__m512i)(half[0] >> 16 | half[1]);
+    }
+    transpose16(pair);
+    for (int64_t i = 0; i < 16; i++) _mm512_store_si512(s->weights + c * 256 + i * 16, pair[i]);
+  }
+}
+
+static inline bool finite32(__m512i v) {
+  const __m512i exponent = _mm512_set1_epi16(0x7f80);
+  return _mm512_cmpeq_epi16_mask(_mm512_and_si512(v, exponent), exponent) == 0;
+}
+
+// V of chunk c, columns d0 .. d0 + 32 * width, as tiles; keys from `keys` on are zero
+static void tile_values(const AttentionArgs& a, const Groups& g, int64_t c, int64_t keys, int64_t d0, int64_t width,
+                        uint16_t* values) {
+  for (int64_t i = 0; i < 16; i++) {
+    const int64_t j = c * kChunk + 2 * i;
+    const bf16* v = j < keys ? g.v[j / 16] + j % 16 * a.dim + d0 : nullptr;
+    for (int64_t t = 0; t < width; t++) {
+      const __m512i even = j < keys ? _mm512_loadu_si512(v + t * 32) : _mm512_setzero_si512();
+      const __m512i odd = j + 1 < keys ? _mm512_loadu_si512(v + a.dim + t * 32) : _mm512_setzero_si512();
+      _mm512_store_si512(values + t * 1024 + i * 32, _mm512_unpacklo_epi16(even, odd));
+      _mm512_store_si512(values + t * 1024 + 512 + i * 32, _mm512_unpackhi_epi16(even, odd));
+    }
+  }
+}
+
+// out: dim / 16 tiles [lane, 16]; tile 2t (2t + 1) holds columns 32t + 8i + 0..3 (4..7), i = 0..3
+static void tile_output(const AttentionArgs& a, const Groups& g, int64_t keys, Mask lanes, PassScratch* s,
+                        float* out) {
+  for (int64_t d0 = 0; d0 < a.dim; d0 += 64) {
+    const int64_t width = lesser(2, (a.dim - d0) / 32);
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t c = 0; c * kChunk < keys; c++) {
+      tile_values(a, g, c, keys, d0, width, s->values);
+      finish_stores();
+      _tile_loadd(4, s->weights + c * 256, 64);
+      _tile_loadd(5, s->values, 64);
+      _tile_dpbf16ps(0, 4, 5);
+      _tile_loadd(6, s->values + 512, 64);
+      _tile_dpbf16ps(1, 4, 6);
+      if (width == 2) {
+        _tile_loadd(5, s->values + 1024, 64);
+        _tile_dpbf16ps(2, 4, 5);
+        _tile_loadd(6, s->values + 1536, 64);
+        _tile_dpbf16ps(3, 4, 6);
+      }
+    }
+    _tile_stored(0, s->out, 64);
+    _tile_stored(1, s->out + 256, 64);
+    _tile_stored(2, s->out + 512, 64);
+    _tile_stored(3, s->out + 768, 64);
+    for (int64_t t = 0; t < 2 * width; t++)
+      for (int lane = 0; lane < 16; lane++)
+        if (lanes >> lane & 1) store(out + (d0 / 16 + t) * 256 + lane * 16, load(s->out + t * 256 + lane * 16));
+  }
+}
+
+// Fills max, sum and output of `lanes`; `counts` keys of the split are seen by each lane, the same for a row's lanes.
+static void tile_pass(const AttentionArgs& a, const Groups& g, const int32_t* counts, Mask lanes,
+                      const uint32_t* queries, PassScratch* s, Partial out) {
+  int64_t keys = 0;
+  for (int i = 0; i < 16; i++)
+    if (counts[i] > keys) keys = counts[i];
+  F top, sum;
+  tile_scores(a, g, up(keys, 16) / 16, queries, s->scores);
+  tile_softmax(a, keys, _mm512_loadu_si512(counts), s, top, sum);
+  store(out.max, select(lanes, top, load(out.max)));
+  store(out.sum, select(lanes, sum, load(out.sum)));
+  tile_output(a, g, keys, lanes, s, out.out);
+}
+
+// Keys that some rows of the pass see and others do not must hold finite V.
+static bool mixed_values_finite(const AttentionArgs& a, const Groups& g, int64_t from, int64_t to) {
+  for (int64_t j = from; j < to; j++)
+    for (int64_t d = 0; d < a.dim; d += 32)
+      if (!finite32(_mm512_loadu_si512(g.v[j / 16] + j % 16 * a.dim + d))) return false;
+  return true;
+}
+
+static void row_pass(const AttentionArgs& a, const Block& b, int64_t r, int64_t kv_head, int64_t p0,
+                     const uint32_t* queries, bf16* gathered, PassScratch* s, Partial out) {
+  const int64_t row = b.row + r, seq = a.sequence[row], prefix = a.prefix_len[row];
+  const int64_t keys = lesser(kSplit, prefix + a.tail_len[row] - p0);
+  if (keys <= 0) return;
+  int32_t counts[16];
+  const Mask lanes = row_mask(b, r);
+  for (int i = 0; i < 16; i++) counts[i] = lanes >> i & 1 ? (int32_t)keys : 0;
+  Groups g;
+  for (int64_t i = 0; i * 16 < keys; i++) {
+    if (p0 + i * 16 + 16 <= prefix) {
+      const int64_t at = cache_offset(a, seq, kv_head, p0 + i * 16);
+      g.k[i] = (const bf16*)a.k_cache + at;
+      g.v[i] = (const bf16*)a.v_cache + at;
+      continue;
+    }
+    bf16 *k = gathered + i * 16 * a.dim, *v = k + kSplit * a.dim;
+    g.k[i] = k;
+    g.v[i] = v;
+    for (int64_t j = i * 16; j < i * 16 + 16; j++, k += a.dim, v += a.dim) {
+      if (j >= keys) {
+        memset(k, 0, a.dim * 2);
+        continue;
+      }
+      const int64_t p = p0 + j, slot = p < prefix ? p : a.tail_slots[row * a.depth + p - prefix];
+      const int64_t at = cache_offset(a, seq, kv_head, slot);
+      memcpy(k, (const bf16*)a.k_cache + at, a.dim * 2);
+      memcpy(v, (const bf16*)a.v_cache + at, a.dim * 2);
+    }
+  }
+  finish_stores();
+  tile_pass(a, g, counts, lanes, queries, s, out);
+}
+
+static void attention_split_tiles(const AttentionArgs& a, const Block& b, int64_t kv_head, int64_t split,
+                                  char* scratch, Partial out) {
+  if (!tile_attention(a)) return attention_split_generic(a, b, kv_head, split, scratch, out);
+  PassScratch* s = (PassScratch*)(((uintptr_t)scratch + 63) & ~(uintptr_t)63);
+  uint32_t* queries = (uint32_t*)(s + 1);
+  bf16* gathered = (bf16*)(queries + a.dim * 8);
+  const int64_t p0 = split * kSplit, seq = a.sequence[b.row];
+  pack_queries(a, b, kv_head, queries);
+  store(out.max, splat(-INFINITY));
+  store(out.sum, F{});
+  memset(out.out, 0, a.dim * 64);
+  // rows whose keys in this split all lie at slot = position go together
+  int32_t counts[16] = {};
+  Mask lanes = 0;
+  int64_t most = 0, least = kSplit;
+  for (int64_t r = 0; r < b.rows; r++) {
+    const int64_t prefix = a.prefix_len[b.row + r], seen = lesser(kSplit, prefix - p0);
+    if (a.tail_len[b.row + r] && prefix < p0 + kSplit) continue;
+    if (seen <= 0) continue;
+    lanes |= row_mask(b, r);
+    for (int64_t h = 0; h < b.heads; h++) counts[r * b.heads + h] = (int32_t)seen;
+    most = seen > most ? seen : most;
+    least = lesser(seen, least);
+  }
+  Groups g;
+  for (int64_t i = 0; i * 16 < most; i++) {
+    const int64_t at = cache_offset(a, seq, kv_head, p0 + i * 16);
+    g.k[i] = (const bf16*)a.k_cache + at;
+    g.v[i] = (const bf16*)a.v_cache + at;
+  }
+  if (lanes && !mixed_values_finite(a, g, least, most)) lanes = 0;
+  finish_stores();
+  if (lanes) tile_pass(a, g, counts, lanes, queries, s, out);
+  for (int64_t r = 0; r < b.rows; r++)
+    if (!(lanes & row_mask(b, r))) row_pass(a, b, r, kv_head, p0, queries, gathered, s, out);
+}
+
+static void attention_merge_tiles(const AttentionArgs& a, const Block& b, float* state, const Partial& p, bool first) {
+  if (!tile_attention(a)) return attention_merge_generic(a, b, state, p, first);
+  F keep, add;
+  merge_factors(state, p, first, keep, add);
+  for (int64_t lane = 0; lane < b.rows * b.heads; lane++) {
+    const F k = splat(keep[lane]), n = splat(add[lane]);
+    for (int64_t i = lane * 16; i < a.dim * 16; i += 256) {
+      const F old = first ? F{} : load(state + 32 + i);
+      store(state + 32 + i, fma(old, k, load(p.out + i) * n));
+    }
+  }
+}
+
+static void attention_store_tiles(const AttentionArgs& a, const Block& b, int64_t kv_head, const float* state) {
+  if (!tile_attention(a)) return attention_store_generic(a, b, kv_head, state);
+  const int64_t group = a.heads / a.kv_heads;
+  const __m512i low = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+  const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
+  for (int64_t lane = 0; lane < b.rows * b.heads; lane++) {
+    const F sum = splat(state[16 + lane]);
+    bf16* out = (bf16*)a.out + ((b.row + lane / b.heads) * a.heads + kv_head * group + b.head + lane % b.heads) * a.dim;
+    for (int64_t t = 0; t < a.dim / 32; t++) {
+      const float* tile = state + 32 + t * 512 + lane * 16;
+      const __m512 even = (__m512)(load(tile) / sum), odd = (__m512)(load(tile + 256) / sum);
+      store(out + t * 32, (F)_mm512_permutex2var_ps(even, low, odd));
+      store(out + t * 32 + 16, (F)_mm512_permutex2var_ps(even, high, odd));
+    }
   }
 }
 
@@ -118,10 +450,10 @@ const Kernels* amx_kernels() {
                                 rms_norm,
                                 rope,
                                 silu_mul,
-                                attention_scratch_generic,
-                                attention_split_generic,
-                                attention_merge_generic,
-                                attention_store_generic,
+                                attention_scratch_tiles,
+                                attention_split_tiles,
+                                attention_merge_tiles,
+                                attention_store_tiles,
                                 noise,
                                 weights,
                                 draw};

@@ -247,7 +247,7 @@ static void embed(const int64_t* ids, const void* table, void* y, int64_t rows, 
 // is masked out of the operation, so the key's value, NaN included, cannot reach it.
 
 struct Key {
-  int64_t slot;
+  int64_t offset;  // of its first element in the cache
   int64_t mask;
 };
 
@@ -262,11 +262,12 @@ static int64_t max_keys(const AttentionArgs& a) { return kSplit + 16 * lesser(a.
 
 static size_t attention_scratch_generic(const AttentionArgs& a) {
   const int64_t keys = up(max_keys(a), 8);
-  return (size_t)(keys * (sizeof(Key) + 64) + a.dim * 64 + 2 * 8 * up(a.dim, 16) * 4 + 256);
+  return (size_t)(keys * (sizeof(Key) + 64 + up(a.dim, 16) * 4) + a.dim * 64 + 256);
 }
 
 // prefix keys once for all lanes that see them, then each row's own tail keys
-static int64_t list_keys(const AttentionArgs& a, const Block& b, int64_t p0, Key* keys) {
+static int64_t list_keys(const AttentionArgs& a, const Block& b, int64_t kv_head, int64_t p0, Key* keys) {
+  const int64_t seq = a.sequence[b.row];
   const int64_t p1 = lesser(p0 + kSplit, b.keys);
   int64_t n = 0;
   for (int64_t p = p0; p < p1; p++) {
@@ -274,12 +275,12 @@ static int64_t list_keys(const AttentionArgs& a, const Block& b, int64_t p0, Key
     for (int64_t r = 0; r < b.rows; r++)
       if (a.prefix_len[b.row + r] > p) mask |= row_mask(b, r);
     if (!mask) break;
-    keys[n++] = Key{p, mask};
+    keys[n++] = Key{cache_offset(a, seq, kv_head, p), mask};
   }
   for (int64_t r = 0; r < b.rows; r++) {
     const int64_t row = b.row + r, prefix = a.prefix_len[row];
     for (int64_t j = p0 > prefix ? p0 - prefix : 0; j < a.tail_len[row] && prefix + j < p1; j++)
-      keys[n++] = Key{a.tail_slots[row * a.depth + j], row_mask(b, r)};
+      keys[n++] = Key{cache_offset(a, seq, kv_head, a.tail_slots[row * a.depth + j]), row_mask(b, r)};
   }
   return n;
 }
@@ -299,15 +300,15 @@ inline const float* wide_row<bf16>(const bf16* p, float* buffer, int64_t dim) {
 template <class T>
 static void attention_split_typed(const AttentionArgs& a, const Block& b, int64_t kv_head, int64_t split,
                                   char* scratch, Partial out) {
-  const int64_t dim = a.dim, group = a.heads / a.kv_heads, seq = a.sequence[b.row], lanes = b.rows * b.heads;
+  const int64_t dim = a.dim, group = a.heads / a.kv_heads, lanes = b.rows * b.heads;
   const int64_t ldw = up(dim, 16);
   float* scores = (float*)scratch;                 // [keys, 16]
   float* qt = scores + up(max_keys(a), 8) * 16;    // [dim, 16]
-  float* wide = qt + dim * 16;                     // [8, dim]
-  Key* keys = (Key*)(wide + 8 * ldw);
+  float* wide = qt + dim * 16;                     // [keys, dim] of K, then of V
+  Key* keys = (Key*)(wide + up(max_keys(a), 8) * ldw);
   const T* kc = (const T*)a.k_cache;
   const T* vc = (const T*)a.v_cache;
-  const int64_t n = list_keys(a, b, split * kSplit, keys);
+  const int64_t n = list_keys(a, b, kv_head, split * kSplit, keys);
 
   for (int64_t i = 0; i < 16; i++) {
     const T* q = (const T*)a.q + (b.row + i / b.heads) * a.q_stride + (kv_head * group + b.head + i % b.heads) * dim;
@@ -317,7 +318,7 @@ static void attention_split_typed(const AttentionArgs& a, const Block& b, int64_
   for (int64_t j0 = 0; j0 < n; j0 += 8) {
     const float* k[8];
     for (int64_t j = 0; j < 8; j++)  // past the end: the last key again, its scores are not used
-      k[j] = wide_row(kc + cache_offset(a, seq, kv_head, keys[lesser(j0 + j, n - 1)].slot), wide + j * ldw, dim);
+      k[j] = wide_row(kc + keys[lesser(j0 + j, n - 1)].offset, wide + j * ldw, dim);
     F acc[8] = {};
     for (int64_t d = 0; d < dim; d++) {
       const F q = load(qt + d * 16);
@@ -337,17 +338,18 @@ static void attention_split_typed(const AttentionArgs& a, const Block& b, int64_
   }
   store(out.max, top);
   store(out.sum, sum);
+  for (int64_t j = 0; j < n; j++) wide_row(vc + keys[j].offset, wide + j * ldw, dim);
   for (int64_t d0 = 0; d0 < dim; d0 += 8) {
     const int64_t width = lesser(8, dim - d0);
     F acc[8] = {};
     for (int64_t j = 0; j < n; j++) {
-      const T* v = vc + cache_offset(a, seq, kv_head, keys[j].slot) + d0;
+      const float* row = sizeof(T) == 4 ? (const float*)vc + keys[j].offset + d0 : wide + j * ldw + d0;
       const F p = load(scores + j * 16);
       const Mask mask = (Mask)keys[j].mask;
       if (width == 8)
-        for (int d = 0; d < 8; d++) acc[d] = select(mask, fma(splat(widen1(v[d])), p, acc[d]), acc[d]);
+        for (int d = 0; d < 8; d++) acc[d] = fma_where(mask, splat(row[d]), p, acc[d]);
       else
-        for (int64_t d = 0; d < width; d++) acc[d] = select(mask, fma(splat(widen1(v[d])), p, acc[d]), acc[d]);
+        for (int64_t d = 0; d < width; d++) acc[d] = fma_where(mask, splat(row[d]), p, acc[d]);
     }
     for (int64_t d = 0; d < width; d++) store(out.out + (d0 + d) * 16, acc[d]);
   }

@@ -35,6 +35,10 @@ static inline float widen1(float f) { return f; }
 #ifdef SPEC_AVX512
 static inline F fma(F a, F b, F c) { return (F)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
 static inline F select(Mask m, F yes, F no) { return (F)_mm512_mask_mov_ps((__m512)no, m, (__m512)yes); }
+// a * b + c in the lanes of m, c in the others
+static inline F fma_where(Mask m, F a, F b, F c) {
+  return (F)_mm512_mask3_fmadd_ps((__m512)a, (__m512)b, (__m512)c, m);
+}
 // NaN in b survives
 static inline F vmax(F a, F b) { return (F)_mm512_max_ps((__m512)a, (__m512)b); }
 static inline F vmin(F a, F b) { return (F)_mm512_min_ps((__m512)a, (__m512)b); }
@@ -65,6 +69,7 @@ static inline F select(Mask m, F yes, F no) {
   for (int i = 0; i < 16; i++) lane[i] = -((m >> i) & 1);
   return (F)(((I)yes & lane) | ((I)no & ~lane));
 }
+static inline F fma_where(Mask m, F a, F b, F c) { return select(m, fma(a, b, c), c); }
 static inline F vmax(F a, F b) { return a > b ? a : b; }
 static inline F vmin(F a, F b) { return a < b ? a : b; }
 static inline F load(const float* p) {

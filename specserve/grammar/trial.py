@@ -1,0 +1,181 @@
+"""Whether a grammar is safe to compile, found out where it can do no harm.
+
+The child compiles it and follows it a few steps and back, under limits on CPU time, memory and stack. A grammar that
+kills the child is refused, and the next one gets a new child.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import resource
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specserve.errors import EngineFault
+from specserve.grammar.source import Vocabulary, invalid, new_matcher, why
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+# a child that makes no progress at all, e.g. on a machine that starves it
+MAX_WAIT_SECONDS = 60.0
+MAX_CHILD_BYTES = 1 << 30
+# smaller than any thread that later walks the grammar has, so what does not overflow there does not here
+CHILD_STACK_BYTES = 4 << 20
+# a mask on the way through the trial; ordinary ones take 0.02 to 0.6 ms, `((a{1000}){1000}){1000}` 400
+MAX_MASK_SECONDS = 0.05
+TRIAL_STEPS = 16
+
+
+def _fault(matcher: LLMatcher, eos: frozenset[int]) -> str | None:
+    """Follow a grammar a few steps and back. Why it is refused, or None."""
+    if matcher.is_error():
+        return why(matcher)
+    first = matcher.compute_bitmask()
+    if matcher.is_error():
+        return "matches no text at all" if "NoExtension" in why(matcher) else why(matcher)
+    steps, mask = 0, first
+    for turn in range(TRIAL_STEPS):
+        ids = [i for i in np.flatnonzero(_bits(mask)).tolist() if i not in eos]
+        if not ids or matcher.try_consume_tokens([ids[(turn * 7919) % len(ids)]]) != 1:
+            break
+        steps += 1
+        began = time.process_time()
+        mask = matcher.compute_bitmask()
+        seconds = time.process_time() - began
+        if seconds > MAX_MASK_SECONDS:
+            return f"takes {1e3 * seconds:.0f} ms a token to follow; allowed: {1e3 * MAX_MASK_SECONDS:.0f} ms"
+        if matcher.is_error():
+            return None  # a dead end some tokens in is this answer's trouble, not the grammar's
+    if not matcher.rollback(steps) or matcher.compute_bitmask() != first:
+        return why(matcher) or "cannot be rolled back"
+    return None
+
+
+def _bits(mask: bytes) -> NDArray[np.uint8]:
+    return np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")
+
+
+def _memory(field: int) -> int:
+    """Bytes of this process, 0 where the system does not say; field 0 = address space, 1 = resident."""
+    if sys.platform != "linux":
+        return 0
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[field]) * resource.getpagesize()
+
+
+def _trim() -> None:
+    """Give freed memory back, so that what the next grammar takes can be seen to grow."""
+    if hasattr(ctypes.CDLL(None), "malloc_trim"):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _serve_trials(cpu_seconds: int) -> None:
+    """The child: a vocabulary on the first line of stdin, then a grammar a line; a verdict a line on stdout."""
+    vocabulary = Vocabulary(**json.loads(sys.stdin.readline()))
+    try:
+        tokenizer = vocabulary.load()
+    except Exception as error:
+        print(json.dumps({"tokenizer": str(error)}), flush=True)
+        return
+    print("{}", flush=True)
+    eos = frozenset(vocabulary.eos_token_ids)
+    if sys.platform == "linux":
+        resource.setrlimit(resource.RLIMIT_AS, (_memory(0) + MAX_CHILD_BYTES,) * 2)
+    for line in sys.stdin:
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        limit = int(used.ru_utime + used.ru_stime) + 1 + cpu_seconds
+        resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+        _trim()
+        before = _memory(1)
+        matcher = new_matcher(tokenizer, json.loads(line))
+        refused = _fault(matcher, eos)
+        print(json.dumps({"refused": refused, "grown": _memory(1) - before}), flush=True)
+        del matcher
+
+
+class Trial:
+    """The child, started when first needed and again after it died. Used by one thread."""
+
+    def __init__(self, vocabulary: Vocabulary, cpu_seconds: int) -> None:
+        self._vocabulary = vocabulary
+        self._cpu_seconds = cpu_seconds
+        self._child: subprocess.Popen[str] | None = None
+
+    def run(self, source: str) -> int:
+        """Bytes that the grammar takes.
+
+        Raises:
+            GrammarInvalid: it is refused, or the child did not survive it.
+        """
+        if self._child is None or self._child.poll() is not None:
+            self.close()
+            self._start()
+        reply = self._ask(json.dumps(source))
+        if reply is None:
+            raise invalid(
+                f"cannot be compiled within {self._cpu_seconds} s of CPU time, {MAX_CHILD_BYTES >> 20} MiB and"
+                f" {CHILD_STACK_BYTES >> 20} MiB of stack; make it smaller or less nested"
+            )
+        if reply["refused"] is not None:
+            raise invalid(f"cannot be used: {reply['refused']}")
+        grown: int = reply["grown"]
+        return grown
+
+    def _start(self) -> None:
+        command = [sys.executable, "-P", "-m", "specserve.grammar", str(self._cpu_seconds)]
+        pipe, null = subprocess.PIPE, subprocess.DEVNULL
+        self._child = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=null, text=True, encoding="utf-8")
+        reply = self._ask(json.dumps(asdict(self._vocabulary)))
+        if reply is None:
+            raise EngineFault("the process that tries grammars did not start")
+        if "tokenizer" in reply:
+            raise invalid(f"cannot be used with this model's tokenizer: {reply['tokenizer']}")
+
+    def _ask(self, line: str) -> dict[str, Any] | None:
+        """The child's answer; None if it died or took too long, after which it is gone."""
+        child = self._child
+        assert child is not None and child.stdin is not None and child.stdout is not None
+        watch = threading.Timer(MAX_WAIT_SECONDS, child.kill)
+        watch.daemon = True
+        watch.start()
+        try:
+            child.stdin.write(line + "\n")
+            child.stdin.flush()
+            answer = child.stdout.readline()
+        except OSError:
+            answer = ""
+        finally:
+            watch.cancel()
+        if not answer:
+            self.close()
+            return None
+        reply: dict[str, Any] = json.loads(answer)
+        return reply
+
+    def close(self) -> None:
+        child, self._child = self._child, None
+        if child is not None:
+            child.kill()
+            for stream in (child.stdin, child.stdout):
+                try:
+                    if stream is not None:
+                        stream.close()
+                except OSError:
+                    pass
+            child.wait()
+
+
+def main() -> None:
+    threading.stack_size(CHILD_STACK_BYTES)
+    worker = threading.Thread(target=_serve_trials, args=(int(sys.argv[1]),))
+    worker.start()
+    worker.join()
