@@ -16,12 +16,14 @@ import specserve_kernels
 import torch
 from specserve_drafts import make_drafter
 
-from specserve.config import DRAFTER_NAMES, GIB, CacheConfig, EngineConfig, ModelLimits
+from specserve.config import DRAFTER_NAMES, GIB, CacheConfig, EngineConfig, ModelLimits, SpeculationConfig
 from specserve.engine import Engine
 from specserve.errors import ConfigError
+from specserve.grammar import GrammarCompiler
 from specserve.models.decoder import Decoder, DecoderConfig
 from specserve.models.hub import resolve_model
 from specserve.models.weights import load_decoder
+from specserve.proposal import Drafter
 from specserve.runner import CpuRunner
 from specserve.tokenizer import Tokenizer
 
@@ -37,6 +39,7 @@ class Built:
 
     engine: Engine
     tokenizer: Tokenizer
+    grammars: GrammarCompiler
     model_name: str
     folder: Path
     environment: str
@@ -68,17 +71,24 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
         eos_token_ids=tokenizer.eos_token_ids,
     )
     runner = CpuRunner(decoder, ops, cache.num_pages, cache.page_size)
-    drafters = {name: make_drafter(name, config.speculation) for name in DRAFTER_NAMES if name not in ("off", "auto")}
-    engine = Engine(config, limits, runner, ops, tokenizer, drafters)
+    engine = Engine(config, limits, runner, ops, tokenizer, make_drafters(config.speculation))
     environment = describe_environment(config, decoder)
     return Built(
         engine=engine,
         tokenizer=tokenizer,
+        grammars=GrammarCompiler(
+            (folder / "tokenizer.json").read_text(encoding="utf-8"), limits.vocab_size, limits.eos_token_ids
+        ),
         model_name=config.served_model_name or config.model,
         folder=folder,
         environment=environment,
         startup_lines=[environment, cache_line(limits, runner), speculation_line(config)],
     )
+
+
+def make_drafters(config: SpeculationConfig) -> dict[str, Drafter]:
+    """Every drafter that this engine can offer, by name; a request may ask for any of them."""
+    return {name: make_drafter(name, config) for name in DRAFTER_NAMES if name not in ("off", "auto")}
 
 
 def resolve(config: EngineConfig, model: DecoderConfig) -> EngineConfig:

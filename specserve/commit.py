@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from specserve.events import Delta, Finished, FinishReason, Started, Timing, Token, TokenLogprobs, Usage
+from specserve.grammar import GrammarState
 from specserve.processors import History
 from specserve.request import SamplingParams, Sequence
 
@@ -135,6 +136,7 @@ class Choice:
     stops: frozenset[int]
     times: Times
     history: History | None = None
+    grammar: GrammarState | None = None
     first_token_at: float | None = None
 
 

@@ -15,21 +15,26 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from specserve import batch, commit, controller
 from specserve.batch import Span, StepBatch
 from specserve.commit import AnswerText, Choice, Cut, TextDecoder, Times
 from specserve.config import EngineConfig, ModelLimits
+from specserve.constraint import with_forced
 from specserve.errors import (
     Cancelled,
-    ConstraintFailed,
     DeadlineExceeded,
     EngineFault,
     FieldViolation,
+    GrammarStuck,
     InvalidRequest,
     NumericFault,
     Overloaded,
 )
 from specserve.events import Event, Failed, FinishReason, TokenLogprobs
+from specserve.grammar import Grammar, allowed_ids
 from specserve.metrics import EngineMetrics, count_step
 from specserve.pages import PagePool, PageTable
 from specserve.prefix import PrefixIndex
@@ -59,6 +64,7 @@ class _Active:
 
     request: Request
     times: Times
+    grammar: Grammar | None
     choices: dict[Sequence, Choice] = field(default_factory=dict)
     started: bool = False
     prompt_logprobs: list[TokenLogprobs | None] | None = None
@@ -104,8 +110,8 @@ class Engine:
 
     # ---- requests in and out
 
-    def submit(self, request: Request) -> None:
-        """Put a request in line.
+    def submit(self, request: Request, grammar: Grammar | None = None) -> None:
+        """Put a request in line; `grammar` is what `request.params.grammar` was compiled to, by the door.
 
         Raises:
             InvalidRequest: it cannot be served as written, or its id is in flight.
@@ -114,6 +120,8 @@ class Engine:
         validate(request, self.limits)
         if request.request_id in self._active:
             raise InvalidRequest([FieldViolation("request_id", f"{request.request_id!r} is in flight already")])
+        if (request.params.grammar is None) != (grammar is None):
+            raise InvalidRequest([FieldViolation("grammar", "must come compiled, and only if the request has one")])
         self._check_room(request)
         params = request.params
         sequence = Sequence(
@@ -127,7 +135,7 @@ class Engine:
         )
         self._arrivals += 1
         arrived_at = self.clock() if request.arrival_time is None else request.arrival_time
-        active = _Active(request, Times(submitted_at=arrived_at))
+        active = _Active(request, Times(submitted_at=arrived_at), grammar)
         if params.prompt_logprobs is not None:
             active.prompt_logprobs = [None]
         self._active[request.request_id] = active
@@ -162,9 +170,15 @@ class Engine:
         sequence.stats.drafter = controller.drafter_of(sequence, self.config.speculation)
         text = AnswerText(self._tokenizer.incremental(), params)
         stops = commit.stop_ids(params, self.limits.eos_token_ids)
-        history = History(active.request, sequence.token_ids) if needs_history(active.request) else None
+        grammar = None if active.grammar is None else active.grammar.start()
+        wanted = grammar is not None or needs_history(active.request)
         active.choices[sequence] = Choice(
-            sequence=sequence, text=text, stops=stops, times=active.times, history=history
+            sequence=sequence,
+            text=text,
+            stops=stops,
+            times=active.times,
+            history=History(active.request, sequence.token_ids) if wanted else None,
+            grammar=grammar,
         )
 
     def _fail(self, active: _Active, error: Exception, reason: FinishReason = FinishReason.ERROR) -> None:
@@ -217,9 +231,10 @@ class Engine:
     def _run(self, plan: StepPlan) -> None:
         self._runner.apply(plan.copies)
         trees = self._propose(plan.rows)
+        masks = self._constrain(plan.rows, trees)
         step = batch.build(plan.rows, trees)
         result = self._runner.forward(step)
-        drawn = self._draw(step, result)
+        drawn = self._draw(step, result, masks)
         metrics = self.metrics
         metrics.num_steps += 1
         metrics.num_rows += step.num_rows
@@ -267,6 +282,21 @@ class Engine:
                     self._lose_drafts([plans[i].sequence], f"proposed a tree that {fault}")
         return trees
 
+    def _constrain(self, plans: SequenceOf[PlannedRows], trees: list[DraftTree]) -> dict[Sequence, NDArray[np.bool_]]:
+        """What grammars allow at each row that draws, [1 + nodes, vocab]; forced tokens join the trees as drafts."""
+        masks = {}
+        for i, plan in enumerate(plans):
+            state = self._choice_of(plan.sequence).grammar
+            if state is None or not plan.draws:
+                continue
+            tree = with_forced(trees[i], state.forced(plan.node_cap), plan.node_cap)
+            try:
+                trees[i], packed = state.fit(tree.prune(plan.node_cap, plan.max_depth))
+                masks[plan.sequence] = allowed_ids(packed, self.limits.vocab_size)
+            except GrammarStuck:  # nothing can be drawn from a row that allows nothing
+                trees[i], masks[plan.sequence] = EMPTY_TREE, np.zeros((1, self.limits.vocab_size), np.bool_)
+        return masks
+
     def _ask(self, drafter: Drafter, plans: list[PlannedRows]) -> SequenceOf[DraftTree]:
         views = []
         for plan in plans:
@@ -287,9 +317,11 @@ class Engine:
 
     # ---- drawing
 
-    def _draw(self, step: StepBatch, result: ForwardResult) -> dict[Sequence, _Drawn]:
+    def _draw(
+        self, step: StepBatch, result: ForwardResult, masks: Mapping[Sequence, NDArray[np.bool_]]
+    ) -> dict[Sequence, _Drawn]:
         """Draw a token at every row that may need one. A row that is not finite draws -1, which no child carries."""
-        draws = {span.sequence: self._draws_of(span) for span in step.spans if span.draws}
+        draws = {span.sequence: self._draws_of(span, masks.get(span.sequence)) for span in step.spans if span.draws}
         finite = [result.finite[row] for row in step.logit_rows.tolist()]
         usable = [draw for group in draws.values() for draw in group if finite[draw.row]]
         ids = iter(draw_tokens(result.logits, usable, self._ops))
@@ -298,13 +330,13 @@ class Engine:
             for sequence, group in draws.items()
         }
 
-    def _draws_of(self, span: Span) -> list[Draw]:
+    def _draws_of(self, span: Span, masks: NDArray[np.bool_] | None) -> list[Draw]:
         sequence, choice = span.sequence, self._choice_of(span.sequence)
 
         def draw(row: int, path: tuple[int, ...], index: int) -> Draw:
             draw_index = len(sequence.token_ids) + len(path)
             return Draw(
-                row=row,
+                row=span.first_logit + row,
                 draw_index=draw_index,
                 choice=index,
                 seed=sequence.seed,
@@ -312,12 +344,12 @@ class Engine:
                 banned=commit.banned_ids(sequence, draw_index, choice.stops),
                 path=path,
                 history=choice.history,
+                mask=None if masks is None else masks[row],
             )
 
         if sequence.num_siblings:
-            return [draw(span.first_logit, (), index) for index in range(sequence.num_siblings + 1)]
-        paths = [(), *span.tree.paths()]
-        return [draw(span.first_logit + i, path, sequence.choice) for i, path in enumerate(paths)]
+            return [draw(0, (), index) for index in range(sequence.num_siblings + 1)]
+        return [draw(row, path, sequence.choice) for row, path in enumerate([(), *span.tree.paths()])]
 
     def _report_prompt(self, active: _Active, span: Span, result: ForwardResult) -> None:
         """Log-probabilities of the prompt tokens that follow this chunk's rows; recomputed rows are known already."""
@@ -347,7 +379,7 @@ class Engine:
             self._fault(active, span)
         elif drawn is not None and STUCK in drawn.ids[: span.sequence.num_siblings + 1]:
             excluded = "bans, allowed ids or the grammar exclude every token"
-            self._fail(active, ConstraintFailed(f"{excluded} at position {len(span.sequence.token_ids)}"))
+            self._fail(active, GrammarStuck(f"{excluded} at position {len(span.sequence.token_ids)}"))
         elif drawn is None:
             self.metrics.num_prompt_tokens += span.num_pending
             self._commit_rows(span.sequence, span.num_pending, ())
@@ -451,6 +483,8 @@ class Engine:
         now = self.clock()
         choice = self._choice_of(sequence)
         sequence.token_ids += kept.token_ids
+        if choice.grammar is not None:
+            choice.grammar.accept(kept.token_ids)
         self._publish_pages(sequence)
         self.metrics.num_output_tokens += len(kept.token_ids)
         if not active.started:

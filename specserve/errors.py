@@ -13,7 +13,6 @@ SpecserveError
 ├── Unavailable               loading or draining; another replica may answer
 ├── DeadlineExceeded          the caller's deadline passed while queued or running
 ├── Cancelled                 the caller went away or aborted
-├── ConstraintFailed          nothing can be drawn: bans or a grammar exclude every token
 ├── NumericFault              non-finite values in this request's rows
 ├── EngineFault               the engine failed while serving this request
 └── PoolExhausted             internal: pages were taken that `try_` calls had refused
@@ -131,13 +130,6 @@ class Cancelled(SpecserveError):
 
     status = "CANCELLED"
     reason = "CANCELLED"
-
-
-class ConstraintFailed(SpecserveError):
-    """Bans, allowed ids or a grammar leave no token to draw."""
-
-    status = "FAILED_PRECONDITION"
-    reason = "CONSTRAINT_FAILED"
 
 
 class NumericFault(SpecserveError):

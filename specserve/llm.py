@@ -11,6 +11,7 @@ from specserve.build import Built, build
 from specserve.config import EngineConfig, SpeculationConfig
 from specserve.errors import ConfigError, FieldViolation, InvalidRequest
 from specserve.events import Delta, Event, Failed, Finished, SpeculationStats, Started, Timing, TokenLogprobs, Usage
+from specserve.grammar import Grammar
 from specserve.request import Request, SamplingParams, SpeculationParams
 
 # one process, one user: stores that are kept per tenant are shared by everything asked here
@@ -163,7 +164,7 @@ class LLM:
         """The events of one prompt as they happen; a failed request raises its error. Closing it aborts."""
         request = self._request(self._tokens(prompt), params or SamplingParams(), speculation)
         engine = self._built.engine
-        engine.submit(request)
+        engine.submit(request, self._grammar(request))
         try:
             while engine.has_work():
                 for event in engine.step():
@@ -190,6 +191,10 @@ class LLM:
             bad_word_ids=self._built.tokenizer.bad_word_ids(params.bad_words),
         )
 
+    def _grammar(self, request: Request) -> Grammar | None:
+        spec = request.params.grammar
+        return None if spec is None else self._built.grammars.compile(spec).get()
+
     def _run(
         self,
         prompts: list[tuple[int, ...]],
@@ -199,9 +204,10 @@ class LLM:
         engine = self._built.engine
         requests = [self._request(prompt, param, speculation) for prompt, param in zip(prompts, params, strict=True)]
         collectors = {request.request_id: _Collector(request) for request in requests}
+        grammars = [self._grammar(request) for request in requests]
         try:
-            for request in requests:
-                engine.submit(request)
+            for request, grammar in zip(requests, grammars, strict=True):
+                engine.submit(request, grammar)
             while engine.has_work():
                 for event in engine.step():
                     collectors[event.request_id].take(event)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from specserve.pages import PagePool, PageTable
@@ -140,6 +140,10 @@ class PrefixIndex:
             parent.num_children -= 1
             if parent.num_children == 0:
                 heapq.heappush(self._oldest, (parent.last_used, node.parent))
+
+    def entries(self) -> Iterator[tuple[bytes, bytes, int]]:
+        """(key, parent key, page) of everything published."""
+        return ((key, node.parent, node.page) for key, node in self._nodes.items())
 
     def check(self) -> None:
         """Recount; raises AssertionError when children, parents or pages disagree."""

@@ -13,6 +13,7 @@ import typer
 
 from specserve import __version__
 from specserve.cli.ask import chat, generate
+from specserve.cli.bench import bench
 from specserve.cli.demo import demo
 from specserve.cli.pull import pull
 from specserve.cli.serve import serve
@@ -31,6 +32,7 @@ app = typer.Typer(
 )
 for command in (pull, serve, generate, chat, demo, sim, verify):
     app.command()(command)
+app.add_typer(bench, name="bench")
 
 
 def _print_version(wanted: bool) -> None:

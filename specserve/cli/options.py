@@ -91,7 +91,7 @@ class Sampling:
             top_k=self.top_k, top_p=self.top_p, min_p=self.min_p, stop=tuple(self.stop or ()),
             repetition_penalty=self.repetition_penalty, presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty, bad_words=tuple(self.bad_word or ()),
-            **({"grammar": found[0]} if found else {}),
+            grammar=found[0] if found else None,
         )  # fmt: skip
 
     def _grammars(self) -> list[GrammarSpec]:
@@ -123,7 +123,7 @@ def _text(option: str, value: str, marks: str) -> str:
 def flat(command: Callable[..., None]) -> Callable[..., None]:
     """The same command for typer, with every parameter that is a record spread into one option per field."""
     hints = get_type_hints(command, include_extras=True)
-    records = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
+    records: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
     spread: list[Parameter] = []
     for name, parameter in signature(command).parameters.items():
         record = records.get(name)

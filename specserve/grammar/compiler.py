@@ -12,29 +12,16 @@ from typing import TYPE_CHECKING
 
 from specserve.constraint import GrammarSpec, grammar_violations
 from specserve.errors import EngineFault, FieldViolation, GrammarInvalid, InvalidRequest, SpecserveError
-from specserve.grammar.source import Vocabulary, invalid, new_matcher, source_of, why
-from specserve.grammar.state import GrammarState
+from specserve.grammar.source import Vocabulary, invalid, source_of
+from specserve.grammar.state import Grammar
 from specserve.grammar.trial import Trial
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
+    from llguidance import LLTokenizer
 
 DEFAULT_CACHE_BYTES = 128 << 20
 DEFAULT_CPU_SECONDS = 3
 MIN_CHARGE = 1 << 15  # bytes a cached grammar is charged at least
-
-
-class Grammar:
-    """A compiled grammar, shared by all answers that follow it."""
-
-    def __init__(self, matcher: LLMatcher, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
-        self._matcher = matcher
-        self._vocab_size = vocab_size
-        self._eos = eos_token_ids
-
-    def start(self) -> GrammarState:
-        """The state of an answer without a token."""
-        return GrammarState(self._matcher.deep_copy(), self._vocab_size, self._eos)
 
 
 class Compilation:
@@ -147,11 +134,7 @@ class GrammarCompiler:
             raise
         if self._tokenizer is None:
             self._tokenizer = self._vocabulary.load()
-        matcher = new_matcher(self._tokenizer, source)
-        matcher.compute_bitmask()
-        if matcher.is_error():
-            raise invalid(f"cannot be used: {why(matcher)}")
-        grammar = Grammar(matcher, self._vocabulary.vocab_size, self._vocabulary.eos_token_ids)
+        grammar = Grammar(self._tokenizer, source, self._vocabulary.vocab_size, self._vocabulary.eos_token_ids)
         return grammar, max(grown, MIN_CHARGE)
 
     def _evict(self) -> None:

@@ -13,8 +13,9 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 MAX_MESSAGE_LEN = 500
-# 1 to 2 kB each; a string of n bytes visits n states, those that its masks look ahead to included
-MAX_LEXER_STATES = 20_000
+# Shared by all answers that follow one compiled grammar, then renewed. 0.1 kB (a bounded string) to 2 kB each; a
+# string of at most n characters has n states.
+MAX_LEXER_STATES = 50_000
 # Below llguidance's million: eager work on large lexemes stops earlier (`((a{1000}){1000}){1000}`: 0.2 s, not 5).
 INITIAL_LEXER_FUEL = 300_000
 # As json.dumps writes: free whitespace lets a small model pad an object for ever, and a fixed text is forced text.

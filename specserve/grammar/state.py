@@ -1,7 +1,8 @@
 """Where one answer is in its grammar, and what each row of a draft tree may draw.
 
 llguidance can take tokens back, which makes a walk over a tree cheap; where it cannot, or fails in a draft, the
-matcher that walked is replaced by a copy of the one that only ever saw committed tokens.
+matcher that walked is replaced by a copy of the one that only ever saw committed tokens. Where a lexer that all
+answers share is full, they go on with a new one: what one answer explored must not end another.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specserve.errors import GrammarStuck
-from specserve.grammar.source import why
+from specserve.grammar.source import invalid, new_matcher, why
 from specserve.proposal import DraftTree
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher
+    from llguidance import LLMatcher, LLTokenizer
 
 Packed = NDArray[np.uint32]
 """Allowed ids as bits, lowest first: id i is bit i % 32 of word i // 32; [rows, ceil(vocab / 32)]."""
@@ -29,14 +30,50 @@ def allowed_ids(masks: Packed, vocab_size: int) -> NDArray[np.bool_]:
     return bits.view(np.bool_)
 
 
+class Grammar:
+    """A compiled grammar, shared by all answers that follow it.
+
+    Raises:
+        GrammarInvalid: llguidance refuses it.
+    """
+
+    def __init__(self, tokenizer: LLTokenizer, source: str, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
+        self.vocab_size = vocab_size
+        self.eos_token_ids = eos_token_ids
+        self._tokenizer = tokenizer
+        self._source = source
+        self._matcher = new_matcher(tokenizer, source)
+        self._matcher.compute_bitmask()  # builds most of the lexer, here and not in somebody's first step
+        if self._matcher.is_error():
+            raise invalid(f"cannot be used: {why(self._matcher)}")
+
+    def start(self) -> GrammarState:
+        """The state of an answer without a token."""
+        return GrammarState(self, self._matcher, [])
+
+    def renew(self, worn: LLMatcher) -> LLMatcher:
+        """A matcher at the start with another lexer than `worn` has.
+
+        All copies of a matcher share one lexer, which only grows; when its limit of states is reached, it is over
+        for all of them. Compiling again costs what it did the first time: about 1 ms, bounded by the trial.
+        """
+        if self._matcher is worn:
+            self._matcher = new_matcher(self._tokenizer, self._source)
+        return self._matcher
+
+
 class GrammarState:
     """Where one answer is in its grammar. Not thread-safe; forks are independent."""
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
-        self._committed = matcher
-        self._scout = matcher.deep_copy()
-        self._vocab_size = vocab_size
-        self._eos = eos_token_ids
+    def __init__(self, grammar: Grammar, origin: LLMatcher, history: list[int], committed: LLMatcher | None = None):
+        """`origin` is the fresh matcher that `committed`, which consumed `history`, was copied from."""
+        self._grammar = grammar
+        self._origin = origin
+        self._history = history
+        self._committed = committed or origin.deep_copy()
+        self._scout = self._committed.deep_copy()
+        self._vocab_size = grammar.vocab_size
+        self._eos = grammar.eos_token_ids
         self._ended = False
 
     @property
@@ -50,7 +87,7 @@ class GrammarState:
 
     def fork(self) -> GrammarState:
         """An independent state at the same place."""
-        twin = GrammarState(self._committed.deep_copy(), self._vocab_size, self._eos)
+        twin = GrammarState(self._grammar, self._origin, list(self._history), self._committed.deep_copy())
         twin._ended = self._ended
         return twin
 
@@ -65,10 +102,8 @@ class GrammarState:
                 if not (self._ended or self._committed.is_accepting()):
                     raise GrammarStuck("the answer ended before its grammar did")
                 self._ended = True
-            elif self._ended or not self._consumed(self._committed, token_id):
+            elif self._ended or not self._commit(token_id):
                 raise GrammarStuck(f"the answer's grammar does not allow token {token_id} here")
-            elif not self._consumed(self._scout, token_id):
-                self._scout = self._committed.deep_copy()
 
     def masks(self, tree: DraftTree) -> Packed:
         """Allowed ids at the root's row and at each node's row, [1 + nodes, words].
@@ -81,33 +116,46 @@ class GrammarState:
         """
         masks = np.zeros((1 + len(tree), self.num_words), np.uint32)
         self._fill(masks[0])
-        if not masks[0].any():  # perhaps only the scout's trouble: states that earlier drafts left in its lexer
+        if not masks[0].any():  # perhaps only the scout's trouble
             self._scout = self._committed.deep_copy()
             self._fill(masks[0])
+        for _ in range(2):  # another state may have renewed the lexer, and worn that one too
+            if not masks[0].any() and _is_worn(self._scout):
+                self._renew()
+                self._fill(masks[0])
         if not masks[0].any():
             raise GrammarStuck(f"the answer's grammar allows no token here: {why(self._scout) or 'a dead end'}")
         self._walk(tree, masks)
         return masks
 
-    def prune(self, tree: DraftTree) -> DraftTree:
-        """The tree without nodes that the grammar does not allow, and without what stands below them."""
-        valid = self._walk(tree, None)
-        if all(valid):
-            return tree
+    def fit(self, tree: DraftTree) -> tuple[DraftTree, Packed]:
+        """The tree without nodes that cannot be drawn where they stand and what is below them, and its masks.
+
+        A row of zeros remains where a node may be drawn and nothing may follow it. Raises as `masks`.
+        """
+        masks = self.masks(tree)
         kept: dict[int, int] = {-1: -1}
-        for node in (node for node, good in enumerate(valid) if good):
-            kept[node] = len(kept) - 1
+        for node, (token_id, parent) in enumerate(zip(tree.token_ids, tree.parents, strict=True)):
+            if parent in kept and self._allows(masks[1 + parent], token_id):
+                kept[node] = len(kept) - 1
+        if len(kept) == 1 + len(tree):
+            return tree, masks
         nodes = [node for node in kept if node >= 0]
-        return DraftTree(
+        pruned = DraftTree(
             tuple(tree.token_ids[node] for node in nodes),
             tuple(kept[tree.parents[node]] for node in nodes),
             tuple(tree.drafters[node] for node in nodes),
         )
+        return pruned, masks[[0, *(1 + node for node in nodes)]]
+
+    def prune(self, tree: DraftTree) -> DraftTree:
+        """The tree of `fit` alone."""
+        return self.fit(tree)[0]
 
     def forced(self, limit: int) -> list[int]:
-        """Up to `limit` tokens that the grammar all but forces next: the usual spelling of the only text possible.
+        """Up to `limit` tokens that must follow: where one text is possible, masks allow its usual spelling only.
 
-        Guesses, for verification to judge: the target may split the same text into other tokens.
+        At the end of the grammar an EOS id follows, the first of several: that one is a guess.
         """
         if self._ended or limit < 1:
             return []
@@ -118,6 +166,35 @@ class GrammarState:
         tokens = tokens[:steps]
         self._rewind([], steps)
         return [*tokens, self._eos[0]] if complete and len(tokens) < limit else tokens
+
+    def _commit(self, token_id: int) -> bool:
+        """Consume a committed token; False if it is not allowed."""
+        good = self._consumed(self._committed, token_id)
+        for _ in range(2):
+            if not good and self._is_worn_at(token_id):
+                self._renew()
+                good = self._consumed(self._committed, token_id)
+        if good:
+            self._history.append(token_id)
+            if not self._consumed(self._scout, token_id):
+                self._scout = self._committed.deep_copy()
+        return good
+
+    def _renew(self) -> None:
+        """The same place, with another lexer."""
+        self._origin = self._grammar.renew(self._origin)
+        self._committed = self._origin.deep_copy()
+        if self._committed.try_consume_tokens(self._history) < len(self._history):
+            raise GrammarStuck(f"{len(self._history)} tokens are more than this grammar can be followed")
+        self._scout = self._committed.deep_copy()
+
+    def _is_worn_at(self, token_id: int) -> bool:
+        """Why the committed matcher took no token: a full lexer (True), or the grammar. Asked of a copy, as it ends it."""
+        if not 0 <= token_id < self._vocab_size:
+            return False
+        probe = self._committed.deep_copy()
+        probe.consume_token(token_id)
+        return _is_worn(probe)
 
     def _consumed(self, matcher: LLMatcher, token_id: int) -> bool:
         """Consume a token if it is allowed; an id that is none, -1 of a padded row say, never reaches llguidance."""
@@ -144,9 +221,11 @@ class GrammarState:
             word, bit = token_id // 32, np.uint32(1 << token_id % 32)
             row[word] = row[word] | bit if allowed else row[word] & ~bit
 
-    def _walk(self, tree: DraftTree, masks: Packed | None) -> list[bool]:
-        """Visit the tree depth first with the scout and bring it back; which nodes are allowed where they stand."""
-        valid = [False] * len(tree)
+    def _allows(self, row: Packed, token_id: int) -> bool:
+        return 0 <= token_id < self._vocab_size and bool(row[token_id // 32] >> np.uint32(token_id % 32) & np.uint32(1))
+
+    def _walk(self, tree: DraftTree, masks: Packed) -> None:
+        """Fill the nodes' rows: the scout visits the tree depth first, and is brought back to the root."""
         children: dict[int, list[int]] = {}
         for node, parent in enumerate(tree.parents):
             children.setdefault(parent, []).append(node)
@@ -154,27 +233,37 @@ class GrammarState:
         todo = children.get(-1, [])[::-1]
         while todo:
             node = todo.pop()
-            above = path.index(tree.parents[node]) + 1 if tree.parents[node] >= 0 else 0
-            if above < len(path):
-                self._rewind([tree.token_ids[i] for i in path[:above]], len(path) - above)
-                del path[above:]
-            if tree.token_ids[node] in self._eos or self._ended:
-                valid[node] = tree.token_ids[node] in self._eos and (self._ended or self._scout.is_accepting())
-                if valid[node] and masks is not None:
-                    self._set_eos(masks[1 + node], True)
+            token_id, parent = tree.token_ids[node], tree.parents[node]
+            if not self._allows(masks[1 + parent], token_id):
                 continue
-            if not self._consumed(self._scout, tree.token_ids[node]):
+            if token_id in self._eos:
+                self._set_eos(masks[1 + node], True)
                 continue
-            path.append(node)
-            valid[node] = True
-            if masks is not None:
+            depth = 0 if parent < 0 else path.index(parent) + 1
+            if not self._rewind([tree.token_ids[i] for i in path[:depth]], len(path) - depth):
+                return  # rows not visited stay zero: the draft ends there
+            del path[depth:]
+            if self._consumed(self._scout, token_id):
+                path.append(node)
                 self._fill(masks[1 + node])
-            todo += children.get(node, [])[::-1]
+                todo += children.get(node, [])[::-1]
         self._rewind([], len(path))
-        return valid
 
-    def _rewind(self, kept: Sequence[int], steps: int) -> None:
-        """Take the scout back `steps` tokens; if it cannot, a new one goes `kept` tokens down from the root."""
-        if self._scout.is_error() or (steps and not self._scout.rollback(steps)):
-            self._scout = self._committed.deep_copy()
-            self._scout.try_consume_tokens(list(kept))
+    def _rewind(self, kept: Sequence[int], steps: int) -> bool:
+        """Take the scout back `steps` tokens; if it cannot, a new one goes `kept` tokens down from the root.
+
+        False: that one cannot either, and is at the root.
+        """
+        if not self._scout.is_error() and (not steps or self._scout.rollback(steps)):
+            return True
+        self._scout = self._committed.deep_copy()
+        if not kept or self._scout.try_consume_tokens(list(kept)) == len(kept):
+            return True
+        self._scout = self._committed.deep_copy()
+        return False
+
+
+def _is_worn(matcher: LLMatcher) -> bool:
+    """Whether its lexer ran out of states or fuel; llguidance tells only in words."""
+    text = matcher.get_error().lower()
+    return "too many" in text or "fuel" in text

@@ -32,6 +32,8 @@ MAX_CHILD_BYTES = 1 << 30
 CHILD_STACK_BYTES = 4 << 20
 # a mask on the way through the trial; ordinary ones take 0.02 to 0.6 ms, `((a{1000}){1000}){1000}` 400
 MAX_MASK_SECONDS = 0.05
+# compiling alone, which an answer may have to repeat; 1,000 properties take 0.2 s
+MAX_COMPILE_SECONDS = 0.5
 TRIAL_STEPS = 16
 
 
@@ -96,8 +98,12 @@ def _serve_trials(cpu_seconds: int) -> None:
         resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.getrlimit(resource.RLIMIT_CPU)[1]))
         _trim()
         before = _memory(1)
+        began = time.process_time()
         matcher = new_matcher(tokenizer, json.loads(line))
+        seconds = time.process_time() - began
         refused = _fault(matcher, eos)
+        if refused is None and seconds > MAX_COMPILE_SECONDS:
+            refused = f"takes {seconds:.1f} s to compile; allowed: {MAX_COMPILE_SECONDS} s"
         print(json.dumps({"refused": refused, "grown": _memory(1) - before}), flush=True)
         del matcher
 

@@ -104,7 +104,7 @@ def sampling_params(message: pb.GenerateRequest) -> SamplingParams:
     return SamplingParams(
         **_given(sampling, *NUMBERS),
         **_given(stopping, "max_tokens", "min_tokens"),
-        **_grammar(sampling),
+        grammar=_grammar(sampling),
         stop=tuple(stopping.stop),
         stop_token_ids=tuple(stopping.stop_token_ids),
         ignore_eos=stopping.ignore_eos,
@@ -117,16 +117,16 @@ def sampling_params(message: pb.GenerateRequest) -> SamplingParams:
     )
 
 
-def _grammar(sampling: pb.SamplingParams) -> dict[str, GrammarSpec]:
+def _grammar(sampling: pb.SamplingParams) -> GrammarSpec | None:
     match sampling.WhichOneof("constraint"):
         case None:
-            return {}
+            return None
         case "json_object":
-            return {"grammar": GrammarSpec("json_object")}
+            return GrammarSpec("json_object")
         case "choice":
-            return {"grammar": GrammarSpec("choice", tuple(sampling.choice.texts))}
+            return GrammarSpec("choice", tuple(sampling.choice.texts))
         case kind:
-            return {"grammar": GrammarSpec(kind, getattr(sampling, kind))}
+            return GrammarSpec(kind, getattr(sampling, kind))
 
 
 async def prompt_ids(message: pb.GenerateRequest, tokenizer: TextTokenizer) -> tuple[int, ...]:

@@ -23,6 +23,7 @@ from specserve.request import Request
 if TYPE_CHECKING:
     from specserve.build import Built
     from specserve.engine import Engine
+    from specserve.grammar import Grammar
 
 logger = logging.getLogger(__name__)
 
@@ -34,8 +35,9 @@ class _Stream:
     is held with all deltas of a choice merged, so that a slow reader costs at most one answer's tokens.
     """
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, grammar: Grammar | None = None) -> None:
         self.request = request
+        self.grammar = grammar
         self.loop = asyncio.get_running_loop()
         self.open_choices = request.params.n
         self._pending: list[Event] = []
@@ -107,8 +109,7 @@ class EngineThread:
         Raises:
             SpecserveError: the request was refused, failed, was aborted, or the engine is not there.
         """
-        self.served()
-        stream = _Stream(request)
+        stream = _Stream(request, await self._grammar(request))
         self._post(stream)
         open_choices = request.params.n
         try:
@@ -122,6 +123,11 @@ class EngineThread:
         finally:
             if open_choices:
                 self.abort(request.request_id)
+
+    async def _grammar(self, request: Request) -> Grammar | None:
+        """What the request's grammar compiles to; the engine never waits for it."""
+        served, spec = self.served(), request.params.grammar
+        return None if spec is None else await asyncio.to_thread(served.grammars.compile(spec).get)
 
     def abort(self, request_id: str) -> None:
         """End a request before the next step; it fails with Cancelled. Unknown and ended requests are ignored."""
@@ -197,7 +203,7 @@ class EngineThread:
 
     def _submit(self, engine: Engine, stream: _Stream) -> None:
         try:
-            engine.submit(stream.request)
+            engine.submit(stream.request, stream.grammar)
         except SpecserveError as error:
             self._post_events([(stream, _failed(stream, error))])
         except Exception as error:

@@ -97,7 +97,7 @@ class Episode:
         self.coverage: Counter[str] = Counter()
         self.runner = HashRunner(world.num_pages, world.page_size)
         guessers: list[Drafter] = [
-            build.make_drafter("ngram", SpeculationConfig()),  # type: ignore[attr-defined]  # build alone knows drafters
+            build.make_drafters(SpeculationConfig())["ngram"],
             TreeGuesser(world.name, world.truth),
         ]
         self._drafters = {drafter.name: FaultyDrafter(drafter) for drafter in guessers}

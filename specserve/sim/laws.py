@@ -218,25 +218,26 @@ class Ledger:
     def check_pages(self) -> None:
         """Every published page holds the tokens of its key, and the states that they have after its parents."""
         index, size = self._engine.index, self._runner.page_size
-        nodes = {} if index is None else index._nodes
+        nodes = {} if index is None else {key: (parent, page) for key, parent, page in index.entries()}
         roots = {root_key(salt) for salt in SALTS}
         histories = dict.fromkeys(roots, 0)  # by key: the hash after the page
         for key in nodes:
             chain = [key]
             while chain[-1] in nodes and chain[-1] not in histories:
-                chain.append(nodes[chain[-1]].parent)
+                chain.append(nodes[chain[-1]][0])
             # a page may outlive a duplicate of its parent; its states cannot be recomputed then
             history = histories.get(chain[-1])
             for key in reversed(chain[:-1]):
-                slots = slice(nodes[key].page * size, (nodes[key].page + 1) * size)
+                parent, page = nodes[key]
+                slots = slice(page * size, (page + 1) * size)
                 tokens, states = self._runner.tokens[slots], self._runner.states[slots]
-                right = page_key(nodes[key].parent, tokens) == key
+                right = page_key(parent, tokens) == key
                 if history is not None:
                     right = right and states == _states(history, tokens)
                     for token in tokens:
                         history = extend(history, token)
                     histories[key] = history
-                require(right, "published pages", f"page {nodes[key].page} holds {list(tokens)}, not what its key says")
+                require(right, "published pages", f"page {page} holds {list(tokens)}, not what its key says")
 
     def check_end(self) -> None:
         """Nothing is left of anybody."""

@@ -254,13 +254,14 @@ class EngineMachine(RuleBasedStateMachine):
                 assert int(sequence.request.request_id[1:]) > number
 
     def _published_pages_hold_their_keys(self) -> None:
-        nodes = self.engine.index._nodes
+        entries = list(self.engine.index.entries())
+        keys = {key for key, _, _ in entries}
         roots = {root_key(salt) for salt in ("", "other")}
         size = self.engine.pool.page_size
-        for key, node in nodes.items():
-            tokens = self.runner.slots[node.page * size : (node.page + 1) * size]
-            assert node.parent in roots or node.parent in nodes
-            assert None not in tokens and page_key(node.parent, tokens) == key
+        for key, parent, page in entries:
+            tokens = self.runner.slots[page * size : (page + 1) * size]
+            assert parent in roots or parent in keys
+            assert None not in tokens and page_key(parent, tokens) == key
 
 
 EngineMachine.TestCase.settings = settings(

@@ -39,6 +39,8 @@ from specserve.request import Request
 
 WHERE = ("alone", "mates", "preempted", "prefix_hit", "chunked")
 STOP_IDS = tuple(range(3, 140))
+# few ids, so that a token often comes again within one tree
+FEW: dict[str, Any] = {"allowed_token_ids": tuple(range(21, 280, 7))}
 
 
 @dataclass(frozen=True)
@@ -62,9 +64,9 @@ class Parameter:
 
 SAMPLED, NEVER = ("sampled",), ()
 PARAMETERS: dict[str, Parameter] = {
-    "repetition_penalty": Parameter({"repetition_penalty": 1.2}),
-    "presence_penalty": Parameter({"presence_penalty": 1.8}),
-    "frequency_penalty": Parameter({"frequency_penalty": 1.2}),
+    "repetition_penalty": Parameter({"repetition_penalty": 1.2}, base=FEW),
+    "presence_penalty": Parameter({"presence_penalty": 1.8}, base=FEW),
+    "frequency_penalty": Parameter({"frequency_penalty": 1.2}, base=FEW),
     "logit_bias": Parameter({"logit_bias": {t: (3.0 if t % 2 else -2.0) for t in range(5, 260, 5)}}),
     "allowed_token_ids": Parameter({"allowed_token_ids": tuple(range(3, 270, 6))}),
     "bad_words": Parameter({"bad_words": ("in ids",)}, bad_words=True),
@@ -275,6 +277,17 @@ def siblings(tree: DraftTree, node: int) -> tuple[int, ...]:
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 PLANTED = [p for p in itertools.product(WRONG_PATHS, PENALTIES, MODES) if p[:2] not in NOT_FELT]
 PLANTED += [("no_path", "bad_words", mode) for mode in MODES]
+# what a lone cell must catch; a subtler error may take the cells of several situations
+GROSS = ("whole_tree", "previous_row", "no_path")
+
+
+def is_caught(cell: Cell, references: References) -> bool:
+    try:
+        run_cell(cell, references)
+    except AssertionError as error:
+        assert str(error).startswith("on is not off"), f"caught by something else: {error}"
+        return True
+    return False
 
 
 @pytest.mark.parametrize(("error", "parameter", "mode"), PLANTED)
@@ -282,8 +295,9 @@ def test_counting_another_branch_is_caught(
     error: str, parameter: str, mode: str, references: References, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The random trees hold branches whose tokens would change what the others draw."""
-    cell = Cell("random_tree", mode, parameter, "alone")
-    run_cell(cell, references)
+    places = ("alone",) if error in GROSS else WHERE
+    cells = [Cell("random_tree", mode, parameter, place) for place in places]
+    run_cell(cells[0], references)
     draws_of = Engine._draws_of
 
     def planted(self: Engine, span: Any) -> Any:
@@ -291,8 +305,7 @@ def test_counting_another_branch_is_caught(
         return [replace(draw, path=WRONG_PATHS[error](span.tree, row - 1)) for row, draw in enumerate(draws)]
 
     monkeypatch.setattr(Engine, "_draws_of", planted)
-    with pytest.raises(AssertionError, match="on is not off"):
-        run_cell(cell, references)
+    assert any(is_caught(cell, references) for cell in cells)
 
 
 @pytest.mark.parametrize("parameter", PENALTIES)

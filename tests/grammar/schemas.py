@@ -103,6 +103,9 @@ def faults(value: Any, schema: Schema, at: str = "$") -> Iterator[str]:
     unknown = set(schema) - {*_CHECKS, "required", "additionalProperties"}
     if unknown:
         raise ValueError(f"the checker does not know {unknown}")
+    if "type" in schema and not _is(value, schema["type"]):
+        yield f"{at}: {value!r} is no {schema['type']}"
+        return
     for keyword, want in schema.items():
         if keyword in _CHECKS and not _CHECKS[keyword](value, want, schema):
             yield f"{at}: {value!r} fails {keyword} {want!r}"
@@ -127,7 +130,7 @@ def _same(left: Any, right: Any) -> bool:
 
 
 _CHECKS: dict[str, Any] = {
-    "type": lambda value, want, _: _is(value, want),
+    "type": lambda value, want, _: True,
     "enum": lambda value, want, _: any(_same(value, item) for item in want),
     "const": lambda value, want, _: _same(value, want),
     "anyOf": lambda value, want, _: any(not list(faults(value, item)) for item in want),

@@ -12,9 +12,10 @@ from grammar.conftest import PADDING, TINY_EOS, Vocab
 from grammar.schemas import SCHEMAS, faults
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tiny import tiny_tokenizer
 
 from specserve.errors import GrammarStuck
-from specserve.grammar import GrammarState
+from specserve.grammar import GrammarCompiler, GrammarState, allowed_ids
 from specserve.proposal import EMPTY_TREE, DraftTree
 
 PERSON = json.dumps(SCHEMAS["a person"])
@@ -62,6 +63,10 @@ def test_masks_equal_brute_force(kind: str, tiny: Vocab) -> None:
     state = tiny.start(name, value)
     for token_id in [*tiny.encode(good[0]), None]:
         expected = {i for i in range(tiny.vocab_size) if accepts(state, i)}
+        forced = state.forced(1)
+        if forced and forced[0] not in TINY_EOS:  # of one text's spellings, the usual one
+            assert forced[0] in expected
+            expected = {forced[0]}
         assert tiny.allowed(state) == expected
         assert not expected & set(range(tiny.vocab_size - PADDING, tiny.vocab_size))
         if token_id is not None:
@@ -130,8 +135,9 @@ def test_an_invalid_draft_only_gets_shorter(tiny: Vocab) -> None:
     assert pruned == DraftTree((a, b, d, c, 2, d), (-1, 0, 1, 0, 2, 3), tuple("125679"))
     rows = tiny.rows(state, pruned)
     assert rows == [{a}, {b, c}, {d}, set(TINY_EOS), {d}, set(TINY_EOS), set(TINY_EOS)]
-    masks = tiny.rows(state, tree)
-    assert [bool(row) for row in masks[1:]] == [False, True, True, False, False, True, True, True, False, True]
+    assert np.array_equal(state.fit(tree)[1], state.masks(pruned))
+    rows = tiny.rows(state, tree)
+    assert [bool(row) for row in rows[1:]] == [False, True, True, False, False, True, True, True, False, True]
     assert state.prune(pruned) is pruned
     assert tiny.allowed(state) == {a}
 
@@ -194,7 +200,11 @@ def random_tree(rng: random.Random, state: GrammarState, vocab: Vocab) -> DraftT
     return DraftTree(tuple(token_ids), tuple(parents), ("d",) * len(parents))
 
 
-LARK = 'start: (item ","? )*\nitem: WORD | "[" start "]" | %json {"type": "integer", "minimum": -20, "maximum": 1234}\nWORD: /[a-z ]{1,6}/ & ~/.*the.*/'
+LARK = """
+start: (item ","? )*
+item: WORD | "[" start "]" | %json {"type": "integer", "minimum": -20, "maximum": 1234}
+WORD: /[a-z ]{1,6}/ & ~/.*the.*/
+"""
 WALKED: list[tuple[str, str | tuple[str, ...]]] = [
     *((kind, value) for kind, value, _ in KINDS.values()),
     ("lark", LARK),
@@ -219,16 +229,18 @@ def test_any_walk_leaves_the_state_of_a_fresh_replay(
         if rng.random() < 0.5:
             tree = state.prune(tree)
         if rng.random() < 0.5:
-            forced = state.forced(rng.randint(0, 6))
-            assert state.prune(DraftTree.chain(forced, "forced")) == DraftTree.chain(forced, "forced")
+            chain = DraftTree.chain(state.forced(rng.randint(0, 6)), "forced")
+            for row, token_id in zip(tiny.rows(state, chain), chain.token_ids, strict=False):
+                assert row == ({token_id} if token_id not in TINY_EOS else set(TINY_EOS))
         rows = tiny.rows(state, tree)
         assert rows[0] == tiny.allowed(replay(tiny, *which, history))
         paths: dict[int, list[int]] = {-1: []}
         for node, (token_id, parent) in enumerate(zip(tree.token_ids, tree.parents, strict=True)):
             paths[node] = [*paths[parent], token_id]
-            ended = any(i in TINY_EOS for i in paths[parent])
+            drawable = parent < 0 or rows[1 + parent]
+            drawable = drawable and token_id in rows[1 + parent] and not set(paths[parent]) & set(TINY_EOS)
             try:
-                expected = set() if ended else tiny.allowed(replay(tiny, *which, [*history, *paths[node]]))
+                expected = set() if not drawable else tiny.allowed(replay(tiny, *which, [*history, *paths[node]]))
             except GrammarStuck:
                 expected = set()
             assert rows[1 + node] == expected, (which, history, paths[node])
@@ -242,6 +254,35 @@ def test_any_walk_leaves_the_state_of_a_fresh_replay(
         assert tiny.rows(state, EMPTY_TREE)[0] == tiny.allowed(replay(tiny, *which, history))
 
 
+def test_a_lexer_that_is_full_is_renewed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All copies of a matcher share one lexer. What others explored ends nobody, and changes no mask."""
+    monkeypatch.setattr("specserve.grammar.source.MAX_LEXER_STATES", 1500)
+    source = tiny_tokenizer()
+    compiler = GrammarCompiler(source.to_str(), source.get_vocab_size(), TINY_EOS)
+    vocab = Vocab(compiler, source.get_vocab_size(), lambda text: source.encode(text).ids, source.decode)
+    try:
+        schema = json.dumps({"type": "string", "maxLength": 100_000})
+        first, second = vocab.start("json_schema", schema), vocab.start("json_schema", schema)
+        first.accept(vocab.encode('"'))
+        second.accept(vocab.encode('"'))
+        expected = vocab.allowed(second)
+        text = vocab.encode("the world and the other and one more " * 60)
+        lexers = {id(first._origin)}
+        for at, token_id in enumerate(text):
+            masks = first.masks(DraftTree.chain(text[at : at + 4], "d"))
+            assert set(np.flatnonzero(allowed_ids(masks[0], vocab.vocab_size))) == expected
+            first.accept([token_id])
+            lexers.add(id(first._origin))
+        assert len(lexers) > 1
+        assert vocab.allowed(second) == expected
+        assert vocab.allowed(second.fork()) == expected
+        second.accept(vocab.encode('the"'))
+        assert second.finished
+        assert vocab.allowed(vocab.start("json_schema", schema)) == set(vocab.encode('"'))
+    finally:
+        compiler.close()
+
+
 @pytest.mark.demo
 @pytest.mark.parametrize("name", ["a person", "a config", "one of two tools"])
 def test_the_demo_vocabulary_equals_brute_force_on_samples(name: str, demo: Vocab) -> None:
@@ -250,6 +291,8 @@ def test_the_demo_vocabulary_equals_brute_force_on_samples(name: str, demo: Voca
     for _ in range(12):
         allowed = demo.allowed(state)
         others = rng.sample(range(demo.vocab_size), 200)
+        if len(allowed) == 1:
+            others = []
         for token_id in {*rng.sample(sorted(allowed), min(50, len(allowed))), *others}:
             assert accepts(state, token_id) == (token_id in allowed)
         token_id = rng.choice(sorted(allowed))

@@ -31,11 +31,16 @@ TABLE: dict[str, frozenset[str]] = {
     "specserve_drafts": PURE_ROWS | {"batch", "sample", "models", "grammar", "specserve_kernels", TORCH},
     "engine": PURE_ROWS | {"batch", "processors", "sample", "verify", "commit", "metrics", "trace", "grammar"},
     "v1": frozenset(),
+    "provenance": frozenset(),
+    "loadgen": PURE_ROWS | {"v1", "metrics"},
 }
-TABLE["build"] = PURE_ROWS | {*TABLE, TORCH} - {"v1"}
+TABLE["build"] = PURE_ROWS | {*TABLE, TORCH} - {"v1", "loadgen", "provenance"}
 _OFFLINE = PURE_ROWS | {"build", "engine", "metrics"}
-TABLE |= dict.fromkeys(("llm", "sim", "acceptance", "lessons"), _OFFLINE)
-TABLE["server.worker"] = _OFFLINE | {"server"}  # the protocols that every door knows the engine by
+TABLE |= dict.fromkeys(("llm", "acceptance", "lessons", "proof"), _OFFLINE)
+# its runner is a model, and its drafters come through build
+TABLE["sim"] = _OFFLINE | {"batch", "runner", "specserve_kernels", TORCH}
+TABLE["llm"] = _OFFLINE | {"grammar"}
+TABLE["server.worker"] = _OFFLINE | {"server", "grammar"}  # the protocols that every door knows the engine by
 TABLE["specserve_drafts.train"] = TABLE["specserve_drafts"] | {"specserve_drafts", "llm"}
 TABLE["server"] = PURE_ROWS | {"tokenizer", "metrics", "trace", "v1"}
 _ALL = PURE_ROWS | {row for row in TABLE if not row.startswith(("specserve_kernels", "specserve_drafts"))}
