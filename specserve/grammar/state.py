@@ -189,7 +189,7 @@ class GrammarState:
         self._scout = self._committed.deep_copy()
 
     def _is_worn_at(self, token_id: int) -> bool:
-        """Why the committed matcher took no token: a full lexer (True), or the grammar. Asked of a copy, as it ends it."""
+        """Whether a full lexer, not the grammar, refused a token. Asked of a copy, which the question ends."""
         if not 0 <= token_id < self._vocab_size:
             return False
         probe = self._committed.deep_copy()

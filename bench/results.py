@@ -1,0 +1,74 @@
+"""What every bench shares: interleaved timing, a Markdown table, and a JSON file with its provenance."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from specserve.provenance import provenance
+
+FOLDER = Path(__file__).resolve().parent / "results"
+PROMPTS = Path(__file__).resolve().parent / "prompts.jsonl"
+
+
+def interleaved(work: Mapping[str, Callable[[], object]], seconds: float, least: int = 5) -> dict[str, list[float]]:
+    """Milliseconds of every piece of work, taken in turns so that a slow moment of the machine hits all alike.
+
+    Each piece runs once unmeasured, then at least `least` times, until all together took `seconds`.
+    """
+    times: dict[str, list[float]] = {name: [] for name in work}
+    for piece in work.values():
+        piece()
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or len(next(iter(times.values()), ())) < least:
+        for name, piece in work.items():
+            start = time.perf_counter()
+            piece()
+            times[name].append(1e3 * (time.perf_counter() - start))
+        if not work:
+            break
+    return times
+
+
+def medians(times: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A Markdown table: names to the left, numbers to the right with three significant digits."""
+    cells = [list(columns), *([_cell(value) for value in row] for row in rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(columns))]
+    numeric = [bool(rows) and all(not isinstance(row[i], str) for row in rows) for i in range(len(columns))]
+    lines = []
+    for row in cells:
+        padded = (
+            text.rjust(w) if right else text.ljust(w) for text, w, right in zip(row, widths, numeric, strict=True)
+        )
+        lines.append(f"| {' | '.join(padded)} |")
+    marks = (f"{'-' * (w - 1)}{':' if right else '-'}" for w, right in zip(widths, numeric, strict=True))
+    lines.insert(1, f"| {' | '.join(marks)} |")
+    return "\n".join(lines)
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "–"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}" if abs(value) < 10 else f"{value:.1f}"
+    return str(value)
+
+
+def write(name: str, record: Mapping[str, Any], tables: Mapping[str, str], environment: str, seed: int) -> Path:
+    """Print the tables, and write record, tables and provenance to results/NAME.json."""
+    for title, text in tables.items():
+        print(f"\n{title}\n\n{text}")
+    FOLDER.mkdir(exist_ok=True)
+    path = FOLDER / f"{name}.json"
+    found = {"bench": name, **record, "tables": dict(tables), "provenance": provenance(environment, seed)}
+    path.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    print(f"\nwritten to {path}")
+    return path
