@@ -50,18 +50,31 @@ class LibraryOps(OneCallGemms):
         return F.silu(gate) * up
 
     def attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: AttentionRows, scale: float) -> Tensor:
-        """Gathers each sequence's pages and calls scaled_dot_product_attention once for its rows."""
+        """Gathers pages and calls scaled_dot_product_attention: once where every sequence has one row, else for each
+        sequence."""
+        if q.shape[0] == rows.page_table.shape[0]:
+            return _decode(q, k_cache, v_cache, rows, scale)
         out = torch.empty_like(q)
         for index in range(rows.page_table.shape[0]):
             mine = (rows.sequence == index).nonzero().flatten()
             visible = _visible(rows, mine)
             pages = rows.page_table[index, : -(-visible.shape[1] // k_cache.shape[2])].long()
-            k, v = (_gathered(cache, pages, visible.shape[1]) for cache in (k_cache, v_cache))
+            k, v = (_gathered(cache, pages[None])[:, :, : visible.shape[1]] for cache in (k_cache, v_cache))
             query = q[mine].transpose(0, 1).unsqueeze(0)
             mask = None if bool(visible.all()) else visible
             attended = F.scaled_dot_product_attention(query, k, v, mask, scale=scale, enable_gqa=True)
             out[mine] = attended[0].transpose(0, 1)
         return out
+
+
+def _decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: AttentionRows, scale: float) -> Tensor:
+    """One row a sequence, no tails: one call for the batch, padded to the longest."""
+    longest = int(rows.prefix_len.max())
+    pages = rows.page_table[rows.sequence.long(), : -(-longest // k_cache.shape[2])].long()
+    k, v = (_gathered(cache, pages)[:, :, :longest] for cache in (k_cache, v_cache))
+    hidden = bool((rows.prefix_len < longest).any())
+    mask = (torch.arange(longest) < rows.prefix_len[:, None])[:, None, None] if hidden else None
+    return F.scaled_dot_product_attention(q[:, :, None], k, v, mask, scale=scale, enable_gqa=True)[:, :, 0]
 
 
 def _visible(rows: AttentionRows, mine: Tensor) -> Tensor:
@@ -75,10 +88,10 @@ def _visible(rows: AttentionRows, mine: Tensor) -> Tensor:
     return visible
 
 
-def _gathered(cache: Tensor, pages: Tensor, num_slots: int) -> Tensor:
-    """[1, kv_heads, slots, head_dim] of one sequence."""
+def _gathered(cache: Tensor, pages: Tensor) -> Tensor:
+    """The slots of pages [sequences, n] as [sequences, kv_heads, slots, head_dim]."""
     kv_heads, dim = cache.shape[1], cache.shape[3]
-    return cache[pages].transpose(0, 1).reshape(1, kv_heads, -1, dim)[:, :, :num_slots]
+    return cache[pages].transpose(1, 2).reshape(len(pages), kv_heads, -1, dim)
 
 
 def reordered(weight: Tensor, rows: int) -> Tensor | None:

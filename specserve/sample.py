@@ -8,7 +8,7 @@ with arrays of its own, so its bits cannot depend on its neighbours.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -27,8 +27,7 @@ _TOP_P_CANDIDATES = 512
 STUCK = -2
 
 
-@dataclass(frozen=True, slots=True)
-class Draw:
+class Draw(NamedTuple):
     """One token to draw: from logits row `row`, as token `draw_index` of the sequence, for one choice.
 
     `banned` ids cannot be drawn (min_tokens); `seed` has 64 bits. `path` are the draft tokens before this row;

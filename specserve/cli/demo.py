@@ -43,7 +43,7 @@ def demo(
     import grpc
 
     answers = {}
-    with _server(model) as address, grpc.insecure_channel(address) as channel:
+    with server(model) as address, grpc.insecure_channel(address) as channel:
         print(f"\n> {PROMPT}\n")
         try:
             _ask(channel, _request(max_tokens), echo=True)
@@ -60,7 +60,7 @@ def demo(
 
 
 @contextmanager
-def _server(model: str) -> Iterator[str]:
+def server(model: str) -> Iterator[str]:
     """A server of our own on a free loopback port; yields its address once it is ready, and ends it."""
     command = [sys.executable, "-m", "specserve.cli", "serve", "--model", model, "--port", "0"]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)

@@ -69,12 +69,14 @@ def test_finished_answers_validate_and_the_others_are_valid_prefixes(
     assert finished >= 47
 
 
-def test_forced_tokens_are_free_drafts(
-    both: tuple[Sequence[CompletionOutput], Sequence[CompletionOutput]],
-) -> None:
-    """A fixed format is mostly forced text, so fewer steps make it."""
-    on, off = both
-    index = list(SCHEMAS).index("a fixed record")
-    steps = on[index].metrics.speculation
-    assert off[index].metrics.speculation.num_drafts == 0
-    assert steps.num_accepted_tokens >= 0.5 * len(on[index].token_ids)
+def test_forced_tokens_are_free_drafts() -> None:
+    """A fixed format is mostly forced text, so fewer steps make it; alone, as prompts of others leave no room."""
+    llm = LLM(model="demo", speculation="auto", max_model_len=1024, kv_cache_gib=0.5)
+    lengths = {}
+    for name in ("a fixed record", "a weather report"):
+        (answer,) = answers(llm, {name: SCHEMAS[name]}, temperature=0.0)
+        steps = answer.metrics.speculation
+        lengths[name] = steps.num_committed_tokens / steps.num_steps
+    print("acceptance length:", lengths)
+    assert lengths["a fixed record"] >= 3.0
+    assert lengths["a weather report"] >= 1.5
