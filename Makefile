@@ -23,7 +23,7 @@ PROTOS := $(wildcard proto/specserve/v1/*.proto)
 PROTOC := $(PY) -m grpc_tools.protoc -I proto $(PROTOS)
 NATIVE_SOURCES := $(wildcard $(addprefix kernels/specserve_kernels/cpu/,native.py csrc/*))
 
-.PHONY: help setup demo serve test check proto check-proto kernels exactness sim FORCE
+.PHONY: help setup demo serve test check proto check-proto kernels exactness sim bench FORCE
 
 help: ## list the targets
 	@sed -nE 's/^([a-z]+):[^#]*## (.*)/  make \1\t\2/p' Makefile | expand -t 20
@@ -56,6 +56,12 @@ exactness: setup ## the whole matrix: on = off, id for id (long)
 
 sim: setup ## the engine under scripted faults with a hash for a model, about a minute, e.g. make sim ARGS='--steps 1e6'
 	OMP_NUM_THREADS=1 $(PY) -m specserve.cli sim --seed 1 --steps 25000 $(ARGS)
+
+bench: setup ## measure steps, latency and serving, about ten minutes on an idle machine; writes bench/results
+	$(PY) bench/step.py --seconds 2
+	$(PY) bench/latency.py --per-category 2
+	$(PY) bench/serve.py
+	$(PY) bench/summary.py
 
 proto: setup ## regenerate specserve/v1 from proto/
 	@test -n "$(PROTOS)" || { echo "no .proto file in proto/specserve/v1" >&2; exit 1; }

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from results import PROMPTS, table, write
+from results import FORMATS, PROMPTS, known_formats, table, write
 
 from specserve.build import Built, build
 from specserve.cli.sim import counting_bar
@@ -85,7 +85,7 @@ def ours(built: Built, drafter: str, num_tokens: int) -> Ask:
     return ask
 
 
-def at_once(built: Built, prompts: Sequence[Sequence[int]], drafter: str, num_tokens: int) -> float:
+def throughput(built: Built, prompts: Sequence[Sequence[int]], drafter: str, num_tokens: int) -> float:
     """Tokens a second of several prompts together."""
     start = time.perf_counter()
     answers = run(built, [submit(built, prompt, drafter, num_tokens) for prompt in prompts])
@@ -108,11 +108,11 @@ class _Clock:
         pass
 
 
-def theirs(folder: Path, num_tokens: int, dtype: torch.dtype) -> dict[str, Ask]:
-    """`transformers`, plain and with prompt lookup, in our weights' type, never stopping early."""
+def theirs(folder: Path, num_tokens: int) -> dict[str, Ask]:
+    """`transformers`, plain and with prompt lookup, in bf16, never stopping early."""
     from transformers import AutoModelForCausalLM, GenerationConfig
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
     # what the model's folder says of sampling and of ends does not apply
     model.generation_config = GenerationConfig(do_sample=False, max_new_tokens=num_tokens, pad_token_id=0)
 
@@ -138,40 +138,58 @@ def theirs(folder: Path, num_tokens: int, dtype: torch.dtype) -> dict[str, Ask]:
 
 def measure(options: argparse.Namespace) -> None:
     prompts = chosen(read_prompts(options.dataset), options.per_category)
-    config = EngineConfig.from_options(
-        model=options.model, dtype=options.dtype, num_draft_tokens=options.num_draft_tokens
-    )
-    built = build(config)
-    encoded = [built.tokenizer.encode_chat([{"role": "user", "content": text}]) for _, text in prompts]
-    dtype = {"bfloat16": torch.bfloat16, "float32": torch.float32}[options.dtype]
+    engines = {name: build(engine_config(options, name)) for name in options.formats}
+    first = next(iter(engines.values()))
+    encoded = [first.tokenizer.encode_chat([{"role": "user", "content": text}]) for _, text in prompts]
+    modes = {"on": options.drafter, "off": "off"}
     contestants = {
-        name: ours(built, drafter, options.tokens) for name, drafter in (("on", options.drafter), ("off", "off"))
+        f"{name} {mode}": ours(built, drafter, options.tokens)
+        for name, built in engines.items()
+        for mode, drafter in modes.items()
     }
-    contestants |= theirs(built.folder, options.tokens, dtype)
+    contestants |= theirs(first.folder, options.tokens)
+    answers = take_turns(contestants, encoded)
+    found = summary(answers)
+    together = {name: at_once(built, encoded, modes, options) for name, built in engines.items()}
+    record = {
+        "model": options.model, "drafter": options.drafter, "max_tokens": options.tokens,
+        "summary": found,
+        "identical_on_off": {name: _num_identical(answers[f"{name} on"], answers[f"{name} off"]) for name in engines},
+        "answers": [
+            {"category": prompts[i][0], **{name: _figures(group[i]) for name, group in answers.items()}}
+            for i in range(len(prompts))
+        ],
+        "at_once": together,
+    }  # fmt: skip
+    tables = {
+        f"Batch 1, greedy, {options.tokens} tokens, medians": category_table([name for name, _ in prompts], answers),
+        f"Tokens a second, {AT_ONCE} prompts at once": at_once_table(together, found, options.tokens),
+    }
+    write("latency", record, tables, "; ".join(built.environment for built in engines.values()), seed=0)
+
+
+def engine_config(options: argparse.Namespace, name: str) -> EngineConfig:
+    return EngineConfig.from_options(
+        model=options.model,
+        num_draft_tokens=options.num_draft_tokens,
+        kv_cache_gib=1.0,
+        **FORMATS[name],
+    )
+
+
+def take_turns(contestants: dict[str, Ask], encoded: Sequence[Sequence[int]]) -> dict[str, list[Answer]]:
+    """Every contestant's answers, prompt by prompt; another one goes first each time."""
     answers: dict[str, list[Answer]] = {name: [] for name in contestants}
     for ask in contestants.values():  # whatever is done once is done now
         ask(encoded[0][:16])
-    with counting_bar("answers", len(prompts) * len(contestants)) as progress:
+    names = list(contestants)
+    with counting_bar("answers", len(encoded) * len(names)) as progress:
         for index, prompt in enumerate(encoded):
-            names = list(contestants)
-            for name in names[index % len(names) :] + names[: index % len(names)]:
+            turn = index % len(names)
+            for name in names[turn:] + names[:turn]:
                 answers[name].append(contestants[name](prompt))
                 progress(sum(map(len, answers.values())))
-    record = {
-        "model": options.model, "dtype": options.dtype, "drafter": options.drafter, "max_tokens": options.tokens,
-        "summary": summary(answers),
-        "identical_on_off": sum(a.token_ids == b.token_ids for a, b in zip(answers["on"], answers["off"], strict=True)),
-        "answers": [
-            {"category": prompts[i][0], **{name: _figures(found[i]) for name, found in answers.items()}}
-            for i in range(len(prompts))
-        ],
-    }  # fmt: skip
-    record["at_once"] = together(built, encoded, options, record["summary"])
-    tables = {
-        f"Batch 1, greedy, {options.tokens} tokens, medians": category_table([name for name, _ in prompts], answers),
-        f"{AT_ONCE} at once": table(list(record["at_once"]), [list(record["at_once"].values())]),
-    }
-    write(options.name, record, tables, built.environment, seed=0)
+    return answers
 
 
 def chosen(prompts: Sequence[tuple[str, str]], per_category: int) -> list[tuple[str, str]]:
@@ -181,6 +199,10 @@ def chosen(prompts: Sequence[tuple[str, str]], per_category: int) -> list[tuple[
         groups.setdefault(category, []).append((category, text))
     turns = itertools.zip_longest(*(group[:per_category] for group in groups.values()))
     return [entry for turn in turns for entry in turn if entry is not None]
+
+
+def _num_identical(some: Sequence[Answer], others: Sequence[Answer]) -> int:
+    return sum(one.token_ids == other.token_ids for one, other in zip(some, others, strict=True))
 
 
 def _figures(answer: Answer) -> dict[str, float]:
@@ -210,35 +232,39 @@ def category_table(categories: Sequence[str], answers: dict[str, list[Answer]]) 
     return table(("category", "engine", "ms to first token", "ms per token", "acceptance length", "ratio"), rows)
 
 
-def together(
-    built: Built, encoded: Sequence[Sequence[int]], options: argparse.Namespace, found: dict[str, dict[str, float]]
+def at_once(
+    built: Built, encoded: Sequence[Sequence[int]], modes: dict[str, str], options: argparse.Namespace
 ) -> dict[str, float]:
-    """Tokens a second of eight at once, against one transformers answer at a time."""
-    rates: dict[str, list[float]] = {"on": [], "off": []}
+    """Median tokens a second of eight prompts together, by mode; modes take turns."""
+    prompts = list(itertools.islice(itertools.cycle(encoded), AT_ONCE))
+    rates: dict[str, list[float]] = {mode: [] for mode in modes}
     for _ in range(options.repeats):
-        for name, drafter in (("on", options.drafter), ("off", "off")):
-            prompts = list(itertools.islice(itertools.cycle(encoded), AT_ONCE))
-            rates[name].append(at_once(built, prompts, drafter, options.tokens))
+        for mode, drafter in modes.items():
+            rates[mode].append(throughput(built, prompts, drafter, options.tokens))
+    return {mode: statistics.median(values) for mode, values in rates.items()}
+
+
+def at_once_table(rates: dict[str, dict[str, float]], found: dict[str, dict[str, float]], num_tokens: int) -> str:
+    """Against one answer of transformers at a time."""
     alone = found["transformers"]
-    total_ms = alone["ttft_ms"] + alone["tpot_ms"] * (options.tokens - 1)
-    base = 1e3 * options.tokens / total_ms
-    on, off = (statistics.median(rates[name]) for name in ("on", "off"))
-    return {
-        "on_tok_s": on, "off_tok_s": off, "transformers_tok_s": base, "on_ratio": on / base, "off_ratio": off / base,
-    }  # fmt: skip
+    base = 1e3 * num_tokens / (alone["ttft_ms"] + alone["tpot_ms"] * (num_tokens - 1))
+    rows: list[list[object]] = [
+        [f"{name} {mode}", rate, rate / base] for name, modes in rates.items() for mode, rate in modes.items()
+    ]
+    return table(("engine", "tok/s", "ratio"), [*rows, ["transformers, one at a time", base, 1.0]])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", default="demo")
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    formats = [name for name in known_formats() if name != "fp32"]
+    parser.add_argument("--formats", nargs="+", default=formats, choices=known_formats())
     parser.add_argument("--dataset", type=Path, default=PROMPTS, help="JSONL with `prompt`, or `turns` as Spec-Bench")
     parser.add_argument("--per-category", type=int, default=8, help="prompts of each category")
     parser.add_argument("--tokens", type=int, default=128, help="length of an answer")
     parser.add_argument("--drafter", default="auto")
     parser.add_argument("--num-draft-tokens", type=int, default=5)
     parser.add_argument("--repeats", type=int, default=3, help=f"runs of {AT_ONCE} at once")
-    parser.add_argument("--name", default="latency", help="of the file in results/")
     measure(parser.parse_args())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import statistics
 import time
@@ -9,10 +10,18 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from specserve.config import EngineConfig
 from specserve.provenance import provenance
 
+# Engine options of each weight format; one that this build lacks is left out of every table.
+FORMATS = {"bf16": {"dtype": "bfloat16"}, "fp32": {"dtype": "float32"}, "int8": {"quantization": "int8"}}
 FOLDER = Path(__file__).resolve().parent / "results"
 PROMPTS = Path(__file__).resolve().parent / "prompts.jsonl"
+
+
+def known_formats() -> list[str]:
+    fields = {field.name for field in dataclasses.fields(EngineConfig)}
+    return [name for name, options in FORMATS.items() if options.keys() <= fields]
 
 
 def interleaved(work: Mapping[str, Callable[[], object]], seconds: float, least: int = 5) -> dict[str, list[float]]:

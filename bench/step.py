@@ -18,7 +18,7 @@ from typing import Any
 import specserve_kernels
 import torch
 from library_ops import LibraryOps, OneCallGemms, product, reordered
-from results import interleaved, medians, table, write
+from results import FORMATS, interleaved, known_formats, medians, table, write
 from specserve_kernels import LinearWeight, Ops
 from torch import Tensor
 
@@ -41,7 +41,6 @@ from specserve.server.grpc import to_response
 
 PAGE = 16
 CHUNK = 512  # tokens of a prompt chunk, as max_num_batched_tokens has it
-FORMATS = {"bf16": {"dtype": "bfloat16"}, "fp32": {"dtype": "float32"}, "int8": {"quantization": "int8"}}
 TREE_NODES = 15  # a step of 16 rows: the root and 15 nodes
 
 
@@ -89,11 +88,6 @@ def load(folder: Any, name: str, ops: Ops) -> Model:
     return Model(name, load_decoder(folder, ops, **FORMATS[name]), ops)
 
 
-def known_formats() -> list[str]:
-    fields = {field.name for field in dataclasses.fields(EngineConfig)}
-    return [name for name, options in FORMATS.items() if options.keys() <= fields]
-
-
 # ---- one step
 
 
@@ -102,8 +96,8 @@ def planned(case: Case, pool: PagePool, vocab_size: int) -> tuple[list[PlannedRo
     source = torch.Generator().manual_seed(case.context + case.rows)
     plans, tree = [], DraftTree()
     if case.nodes:  # two children a node
-        ids = tuple(torch.randperm(vocab_size, generator=source)[: case.nodes].tolist())
-        tree = DraftTree(ids, tuple(i // 2 - 1 for i in range(case.nodes)), ("bench",) * case.nodes)
+        guesses = tuple(torch.randperm(vocab_size, generator=source)[: case.nodes].tolist())
+        tree = DraftTree(guesses, tuple(i // 2 - 1 for i in range(case.nodes)), ("bench",) * case.nodes)
     for index in range(case.sequences):
         ids = torch.randint(vocab_size, (case.context + 1,), generator=source).tolist()
         table_ = PageTable(pool)
@@ -287,12 +281,13 @@ def timed(function: Callable[..., Any], spent: list[float]) -> Callable[..., Any
 def away(engine: Any) -> Iterator[list[float]]:
     """Seconds that an engine spent in forwards and in drawing, while inside."""
     spent = [0.0]
-    runner, draw = engine._runner, specserve.engine.draw_tokens
-    engine._runner, specserve.engine.draw_tokens = _Timed(runner, spent), timed(draw, spent)
+    module: Any = specserve.engine
+    runner, draw = engine._runner, module.draw_tokens
+    engine._runner, module.draw_tokens = _Timed(runner, spent), timed(draw, spent)
     try:
         yield spent
     finally:
-        engine._runner, specserve.engine.draw_tokens = runner, draw
+        engine._runner, module.draw_tokens = runner, draw
 
 
 def host_overhead(folder: Any, num_requests: int, num_tokens: int) -> dict[str, float]:

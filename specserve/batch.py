@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from specserve_kernels import AttentionRows
 from torch import Tensor
@@ -78,7 +79,7 @@ class _Rows:
         self.tails += [[] for _ in range(n)]
         self._add_nodes(tree, root=start + n - 1)
         self.sequence += [index] * (n + len(tree))
-        self.slots += [table.slot(start + row) for row in range(n + len(tree))]
+        self.slots += table.slots(start, n + len(tree))
         if sequence.reports_prompt:
             prompt_logit, first_logit = first_logit, first_logit + n - 1
             self.logit_rows += range(first, first + n)
@@ -108,10 +109,15 @@ class _Rows:
 
 def _padded(lists: SequenceOf[SequenceOf[int]]) -> Tensor:
     """int32 [len(lists), longest], zero-padded."""
-    width = max(map(len, lists), default=0)
-    return torch.tensor([[*row, *(0,) * (width - len(row))] for row in lists], dtype=torch.int32).reshape(
-        len(lists), width
-    )
+    padded = np.zeros((len(lists), max(map(len, lists), default=0)), np.int32)
+    for row, values in zip(padded, lists, strict=True):
+        if values:
+            row[: len(values)] = values
+    return torch.from_numpy(padded)
+
+
+def _column(values: SequenceOf[int], dtype: type[np.int64 | np.int32] = np.int64) -> Tensor:
+    return torch.from_numpy(np.array(values, dtype))
 
 
 def build(plans: SequenceOf[PlannedRows], trees: SequenceOf[DraftTree]) -> StepBatch:
@@ -119,17 +125,17 @@ def build(plans: SequenceOf[PlannedRows], trees: SequenceOf[DraftTree]) -> StepB
     rows = _Rows()
     spans = tuple(rows.add_span(i, plan, tree) for i, (plan, tree) in enumerate(zip(plans, trees, strict=True)))
     attention = AttentionRows(
-        sequence=torch.tensor(rows.sequence, dtype=torch.int32),
-        prefix_len=torch.tensor(rows.prefix_len, dtype=torch.int32),
+        sequence=_column(rows.sequence, np.int32),
+        prefix_len=_column(rows.prefix_len, np.int32),
         tail_slots=_padded(rows.tails),
-        tail_len=torch.tensor([len(tail) for tail in rows.tails], dtype=torch.int32),
+        tail_len=_column([len(tail) for tail in rows.tails], np.int32),
         page_table=_padded([span.sequence.table.pages for span in spans]),
     )
     return StepBatch(
-        ids=torch.tensor(rows.ids),
-        positions=torch.tensor(rows.positions),
-        slots=torch.tensor(rows.slots),
+        ids=_column(rows.ids),
+        positions=_column(rows.positions),
+        slots=_column(rows.slots),
         attention=attention,
-        logit_rows=torch.tensor(rows.logit_rows, dtype=torch.int64),
+        logit_rows=_column(rows.logit_rows),
         spans=spans,
     )

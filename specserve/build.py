@@ -58,7 +58,7 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
     folder = resolve_model(config.model, progress)
     ops = specserve_kernels.load(config.kernels)
     tokenizer = Tokenizer(folder)
-    decoder = load_decoder(folder, ops, config.dtype)
+    decoder = load_decoder(folder, ops, config.dtype, config.quantization)
     config = resolve(config, decoder.config)
     cache = config.cache
     assert cache.num_pages is not None and config.max_model_len is not None
@@ -136,8 +136,10 @@ def _free_memory() -> int:
 def describe_environment(config: EngineConfig, decoder: Decoder) -> str:
     """The environment inside which bits are promised."""
     kernels = specserve_kernels.describe(config.kernels)
+    dtype = str(decoder.dtype).removeprefix("torch.")
+    weights = dtype if config.quantization is None else f"{config.quantization} (all else {dtype})"
     return (
-        f"environment: numerics {config.numerics}, weights {str(decoder.dtype).removeprefix('torch.')},"
+        f"environment: numerics {config.numerics}, weights {weights},"
         f" kernels {kernels},"
         f" threads {torch.get_num_threads()}, cpu {platform.machine()} {torch.backends.cpu.get_cpu_capability()},"
         f" torch {torch.__version__}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 from specserve.events import Delta, Finished, FinishReason, Started, Timing, Token, TokenLogprobs, Usage
@@ -127,7 +128,7 @@ class Times:
         return 0.0 if self.planned_at is None else 1e3 * (self.planned_at - self.submitted_at)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class Choice:
     """One answer in the making."""
 
@@ -138,6 +139,12 @@ class Choice:
     history: History | None = None
     grammar: GrammarState | None = None
     first_token_at: float | None = None
+
+    @cached_property
+    def plain(self) -> bool:
+        """Greedy, with nothing that changes or reports logits: the largest raw logit is the token."""
+        params = self.sequence.request.params
+        return params.greedy and self.history is None and params.logprobs is None and not params.min_tokens
 
 
 def started(choice: Choice, numerics: str, prompt_logprobs: SequenceOf[TokenLogprobs | None] | None = None) -> Started:

@@ -17,6 +17,7 @@ from specserve.errors import ConfigError
 DrafterName = Literal["off", "auto", "ngram"]
 DRAFTER_NAMES: tuple[str, ...] = get_args(DrafterName)
 DTYPES = ("auto", "bfloat16", "float32")
+QUANTIZATIONS = ("int8",)
 KERNEL_BACKENDS = ("auto", "native", "torch", "reference")
 GIB = 1024**3
 
@@ -103,11 +104,15 @@ MAX_NUM_DRAFT_TOKENS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Everything an engine is built from. `served_model_name` unset = the model's own name."""
+    """Everything an engine is built from. `served_model_name` unset = the model's own name.
+
+    `quantization` is the format that matrices are brought to at load; `dtype` stays that of all else (norms, KV).
+    """
 
     model: str = "demo"
     served_model_name: str | None = None
     dtype: str = "auto"
+    quantization: str | None = None
     numerics: Literal["exact"] = "exact"
     max_model_len: int | None = None
     kernels: str = "auto"
@@ -120,6 +125,10 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _require(bool(self.model), "model is empty; give a name, a folder, a .gguf file or a hub id")
         _require(self.dtype in DTYPES, f"dtype is {self.dtype!r}; allowed: {', '.join(DTYPES)}")
+        _require(
+            self.quantization is None or self.quantization in QUANTIZATIONS,
+            f"quantization is {self.quantization!r}; allowed: {', '.join(QUANTIZATIONS)}",
+        )
         _require(self.numerics == "exact", f"numerics is {self.numerics!r}; this build offers only 'exact'")
         _require(
             self.kernels in KERNEL_BACKENDS,

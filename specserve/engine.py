@@ -41,7 +41,7 @@ from specserve.prefix import PrefixIndex
 from specserve.processors import History, needs_history
 from specserve.proposal import EMPTY_TREE, Drafter, DraftRow, DraftTree, StepResult
 from specserve.request import Request, Sequence
-from specserve.sample import STUCK, Draw, draw_tokens, prompt_token_logprobs, token_logprobs
+from specserve.sample import STUCK, Draw, draw_tokens, largest_ids, prompt_token_logprobs, token_logprobs
 from specserve.scheduler import PlannedRows, Scheduler, StepPlan
 from specserve.validation import validate
 from specserve.verify import walk
@@ -321,14 +321,32 @@ class Engine:
         self, step: StepBatch, result: ForwardResult, masks: Mapping[Sequence, NDArray[np.bool_]]
     ) -> dict[Sequence, _Drawn]:
         """Draw a token at every row that may need one. A row that is not finite draws -1, which no child carries."""
-        draws = {span.sequence: self._draws_of(span, masks.get(span.sequence)) for span in step.spans if span.draws}
-        finite = [result.finite[row] for row in step.logit_rows.tolist()]
+        drawn = self._draw_greedy(step, result)
+        draws = {
+            span.sequence: self._draws_of(span, masks.get(span.sequence))
+            for span in step.spans
+            if span.draws and span.sequence not in drawn
+        }
+        finite = [result.finite[row] for row in step.logit_rows.tolist()] if draws else []
         usable = [draw for group in draws.values() for draw in group if finite[draw.row]]
         ids = iter(draw_tokens(result.logits, usable, self._ops))
-        return {
-            sequence: _Drawn(group, [next(ids) if finite[draw.row] else -1 for draw in group])
-            for sequence, group in draws.items()
-        }
+        for sequence, group in draws.items():
+            drawn[sequence] = _Drawn(group, [next(ids) if finite[draw.row] else -1 for draw in group])
+        return drawn
+
+    def _draw_greedy(self, step: StepBatch, result: ForwardResult) -> dict[Sequence, _Drawn]:
+        """Sequences that take the largest raw logit and report nothing: one argmax for all, no `Draw` a row."""
+        spans = [span for span in step.spans if span.draws and self._choice_of(span.sequence).plain]
+        if not spans:
+            return {}
+        largest = largest_ids(result.logits)
+        drawn = {}
+        for span in spans:
+            rows = result.finite[span.first + span.num_pending - 1 : span.first + span.num_rows]
+            ids = largest[span.first_logit : span.first_logit + len(rows)]
+            ids = ids if all(rows) else [token_id if ok else -1 for token_id, ok in zip(ids, rows, strict=True)]
+            drawn[span.sequence] = _Drawn([], ids * (span.sequence.num_siblings + 1))
+        return drawn
 
     def _draws_of(self, span: Span, masks: NDArray[np.bool_] | None) -> list[Draw]:
         sequence, choice = span.sequence, self._choice_of(span.sequence)
@@ -408,8 +426,9 @@ class Engine:
     def _commit_rows(self, sequence: Sequence, num_pending: int, path: SequenceOf[int]) -> None:
         """Keep the pending rows and the path, and bring the path together before anybody can read it."""
         moves = sequence.table.commit(num_pending, [num_pending + node for node in path])
-        self._runner.apply(moves)
-        self.metrics.num_compacted_slots += len(moves)
+        if moves:
+            self._runner.apply(moves)
+            self.metrics.num_compacted_slots += len(moves)
 
     def _publish_pages(self, sequence: Sequence) -> None:
         if self.index is not None:
@@ -435,8 +454,9 @@ class Engine:
             self.scheduler.add_fork(sibling)
             choices.append(sibling)
         first.num_siblings = 0
-        for sequence, draw, token_id in zip(choices, drawn.draws, drawn.ids, strict=True):
-            self._emit(active, sequence, self._cut(sequence, [token_id]), [draw], result, num_drafted=0)
+        for i, (sequence, token_id) in enumerate(zip(choices, drawn.ids, strict=True)):
+            draws = drawn.draws[i : i + 1]
+            self._emit(active, sequence, self._cut(sequence, [token_id]), draws, result, num_drafted=0)
 
     def _commit_run(
         self, active: _Active, span: Span, path: tuple[int, ...], result: ForwardResult, drawn: _Drawn
@@ -454,7 +474,8 @@ class Engine:
             count_step(self.metrics.speculation, depths, len(path), len(kept.token_ids))
         else:
             self.metrics.num_prompt_tokens += span.num_pending
-        self._emit(active, sequence, kept, [drawn.draws[row] for row in rows], result, num_drafted=len(path))
+        draws = [drawn.draws[row] for row in rows] if drawn.draws else []
+        self._emit(active, sequence, kept, draws, result, num_drafted=len(path))
         if sequence in self._drafting:
             self._observe(sequence, StepResult(tree=span.tree, path=path, tokens=kept.token_ids))
 

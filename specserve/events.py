@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 
 class FinishReason(enum.StrEnum):
@@ -71,8 +72,7 @@ class TokenLogprobs:
     chosen_logprobs: tuple[float, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Token:
+class Token(NamedTuple):
     """One committed token. `text` may be empty while a character or a possible stop string is held back."""
 
     token_id: int

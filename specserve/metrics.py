@@ -46,7 +46,8 @@ def count_step(stats: SpeculationStats, depths: list[int], num_accepted: int, nu
     grow = max(depths) - len(stats.drafted_per_position)
     stats.drafted_per_position += [0] * grow
     stats.accepted_per_position += [0] * grow
+    drafted = stats.drafted_per_position
     for depth in depths:
-        stats.drafted_per_position[depth - 1] += 1
+        drafted[depth - 1] += 1
     for position in range(num_accepted):
         stats.accepted_per_position[position] += 1

@@ -142,6 +142,11 @@ class PageTable:
         size = self.pool.page_size
         return self.pages[index // size] * size + index % size
 
+    def slots(self, start: int, count: int) -> list[int]:
+        """Pool-wide slots of this sequence's slots [start, start + count)."""
+        size, pages = self.pool.page_size, self.pages
+        return [pages[index // size] * size + index % size for index in range(start, start + count)]
+
     def adopt(self, keys: Sequence[bytes], pages: Sequence[int]) -> None:
         """Start an empty table from a prefix hit of whole pages."""
         for page in pages:

@@ -80,11 +80,11 @@ class PrefixIndex:
         size = self.pool.page_size
         keys = table.keys
         first = len(keys)
+        if table.cached_len // size == first:
+            return
         for i in range(first, table.cached_len // size):
             parent = keys[-1] if keys else root_key(salt)
             keys.append(page_key(parent, token_ids[i * size : (i + 1) * size]))
-        if first == len(keys):
-            return
         # an ancestor that was somebody else's page may be gone by now: enter ours in its place
         while first > 0 and keys[first - 1] not in self._nodes:
             first -= 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +32,9 @@ class DraftTree:
 
     def depths(self) -> list[int]:
         """Depth of each node, 1 below the root."""
+        n = len(self.parents)
+        if self.parents == tuple(range(-1, n - 1)):
+            return list(range(1, n + 1))
         depths: list[int] = []
         for parent in self.parents:
             depths.append(1 if parent < 0 else depths[parent] + 1)
@@ -80,8 +83,7 @@ class DraftTree:
 EMPTY_TREE = DraftTree()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DraftRow:
+class DraftRow(NamedTuple):
     """A sequence as its drafter sees it. `token_ids` ends with the root; it must not be modified."""
 
     sequence_id: str
@@ -94,8 +96,7 @@ class DraftRow:
     salt: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepResult:
+class StepResult(NamedTuple):
     """What the target made of a step of one sequence: the tree, the accepted nodes in order, the bonus token.
 
     `tokens` is what was committed after the cut: the path's ids and the bonus, or a prefix of them.

@@ -152,6 +152,12 @@ def draw_tokens(logits: Tensor, draws: Sequence[Draw], ops: Ops) -> list[int]:
     return [STUCK if hopeless else token_id for token_id, hopeless in zip(ids, stuck, strict=True)]
 
 
+def largest_ids(logits: Tensor) -> list[int]:
+    """The greedy draw of every row of raw logits [rows, vocab]; ties go to the lowest id."""
+    ids: list[int] = logits.numpy().argmax(axis=1).tolist()
+    return ids
+
+
 def _log_softmax(values: Floats) -> NDArray[np.float64]:
     wide = values.astype(np.float64)
     top = wide.max()

@@ -29,15 +29,14 @@ def walk(tree: DraftTree, drawn: Sequence[int]) -> tuple[tuple[int, ...], int]:
     Returns:
         (node indices from the root down, the first drawn token that no child carries).
     """
-    children = {
-        (parent, token): node for node, (parent, token) in enumerate(zip(tree.parents, tree.token_ids, strict=True))
-    }
     path: list[int] = []
-    node = -1
-    while (child := children.get((node, drawn[1 + node]))) is not None:
-        path.append(child)
-        node = child
-    return tuple(path), drawn[1 + node]
+    at = -1
+    # parents precede their nodes and siblings differ, so one pass in node order finds every step down
+    for node, (parent, token_id) in enumerate(zip(tree.parents, tree.token_ids, strict=True)):
+        if parent == at and token_id == drawn[1 + at]:
+            path.append(node)
+            at = node
+    return tuple(path), drawn[1 + at]
 
 
 def block_weights(draft: Sequence[int], target_probs: Probs, draft_probs: Probs) -> Probs:

@@ -47,6 +47,7 @@ class Run:
     answers: dict[str, list[int]] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)
     tokens: dict[str, list[Any]] = field(default_factory=dict)
+    sizes: dict[str, list[int]] = field(default_factory=dict)  # tokens of each step that told some
     finished: dict[str, Finished] = field(default_factory=dict)
     started: dict[str, Started] = field(default_factory=dict)
     failed: dict[str, Failed] = field(default_factory=dict)
@@ -65,6 +66,7 @@ class Run:
         elif isinstance(event, Delta):
             key = f"{event.request_id}/{event.index}"
             self.tokens.setdefault(key, []).extend(event.tokens)
+            self.sizes.setdefault(key, []).append(len(event.tokens))
             self.answers.setdefault(key, []).extend(token.token_id for token in event.tokens)
             self.texts[key] = self.texts.get(key, "") + "".join(token.text for token in event.tokens)
         elif isinstance(event, Finished):

@@ -10,7 +10,15 @@ import importlib
 from dataclasses import dataclass
 from typing import cast
 
-from specserve_kernels.ops import AttentionRows, DecoderModel, FusedDecoder, FusedSampler, LinearWeight, Ops
+from specserve_kernels.ops import (
+    QUANTIZATIONS,
+    AttentionRows,
+    DecoderModel,
+    FusedDecoder,
+    FusedSampler,
+    LinearWeight,
+    Ops,
+)
 
 PURPOSE_TARGET = 0
 PURPOSE_DRAFT = 1
@@ -21,6 +29,7 @@ __all__ = [
     "BACKENDS",
     "PURPOSE_DRAFT",
     "PURPOSE_TARGET",
+    "QUANTIZATIONS",
     "AttentionRows",
     "BackendDescription",
     "BackendUnavailable",

@@ -14,16 +14,21 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+QUANTIZATIONS = ("int8",)
+
 
 @dataclass(frozen=True, slots=True)
 class LinearWeight:
     """A weight [out_features, in_features] and whatever layout its backend made of it.
 
-    One weight has one format and one kernel for all row counts. `raw` stays readable (tied embeddings).
+    One weight has one format and one kernel for all row counts. `raw` stays readable (tied embeddings). A quantized
+    weight is `raw` (int8) times `scale`, and was of type `dtype`; specserve_kernels/int8.py defines the format.
     """
 
     raw: Tensor
     packed: Any = None
+    scale: Tensor | None = None  # fp32 [out_features]; None: not quantized
+    dtype: torch.dtype | None = None  # of the weight before it was quantized; None: not quantized
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +106,12 @@ class LayerWeights(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderModel:
-    """A Llama-family decoder in one backend's layout; all tensors of one dtype but the rope table."""
+    """A Llama-family decoder in one backend's layout; all tensors of one dtype but the rope table.
 
-    embed: LinearWeight  # [vocab, hidden]; only `raw` is read
+    The matrices may be quantized, then all of them are; norms keep the model's dtype.
+    """
+
+    embed: LinearWeight  # [vocab, hidden]; need not be packed
     layers: Sequence[LayerWeights]
     norm: Tensor  # [hidden]
     rope_table: Tensor  # fp32 [max_positions, head_dim]
@@ -141,16 +149,19 @@ class Ops(Protocol):
 
     name: str
 
-    def pack_linear(self, weight: Tensor) -> LinearWeight:
-        """Prepare a weight [out, in] once, at load."""
+    def pack_linear(self, weight: Tensor, quantization: str | None = None) -> LinearWeight:
+        """Prepare a weight [out, in] once, at load; `quantization` as in QUANTIZATIONS, None: keep it as it is."""
         ...
 
     def linear(self, x: Tensor, weight: LinearWeight, out_dtype: torch.dtype | None = None) -> Tensor:
-        """[rows, in] → [rows, out], summed in at least fp32 in one fixed order over `in`; `out_dtype` None = x's."""
+        """[rows, in] → [rows, out], summed in at least fp32 in one fixed order over `in`; `out_dtype` None = x's.
+
+        With an int8 weight the rows of x are quantized as well and the sums are exact (int8.py).
+        """
         ...
 
     def embed(self, ids: Tensor, weight: LinearWeight) -> Tensor:
-        """int64 [rows] → [rows, hidden], rows of `weight.raw`."""
+        """int64 [rows] → [rows, hidden]: rows of the weight, dequantized if need be; it need not be packed."""
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -11,6 +11,7 @@ import math
 import torch
 from torch import Tensor
 
+from specserve_kernels.int8 import dequantize_rows, quantize_activations, quantize_weight, rescale
 from specserve_kernels.ops import AttentionRows, LinearWeight
 
 name = "reference"
@@ -18,13 +19,17 @@ sample = None  # composed by the caller
 decoder = None
 
 
-def pack_linear(weight: Tensor) -> LinearWeight:
-    """The weight [out, in] as it is."""
-    return LinearWeight(raw=weight)
+def pack_linear(weight: Tensor, quantization: str | None = None) -> LinearWeight:
+    """The weight [out, in] as it is, or its integers and scales."""
+    return LinearWeight(raw=weight) if quantization is None else quantize_weight(weight, quantization)
 
 
 def linear(x: Tensor, weight: LinearWeight, out_dtype: torch.dtype | None = None) -> Tensor:
-    """[rows, in] → [rows, out]: each output is one dot product."""
+    """[rows, in] → [rows, out]: each output is one dot product, of integers if the weight is quantized."""
+    if weight.scale is not None:
+        *digits, scales = quantize_activations(x)
+        high, low = (torch.stack([(weight.raw.long() * row.long()).sum(1) for row in digit]) for digit in digits)
+        return rescale(high, low, scales, weight.scale, out_dtype or x.dtype)
     out = torch.empty(x.shape[0], weight.raw.shape[0], dtype=out_dtype or x.dtype)
     for row in range(x.shape[0]):
         out[row] = (weight.raw.double() * x[row].double()).sum(1)
@@ -33,6 +38,8 @@ def linear(x: Tensor, weight: LinearWeight, out_dtype: torch.dtype | None = None
 
 def embed(ids: Tensor, weight: LinearWeight) -> Tensor:
     """int64 [rows] → [rows, hidden]."""
+    if weight.scale is not None:
+        return dequantize_rows(ids, weight)
     return torch.stack([weight.raw[token] for token in ids.tolist()])
 
 

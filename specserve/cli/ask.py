@@ -45,6 +45,7 @@ def generate(
     speculate: options.Speculate = None,
     num_draft_tokens: options.NumDraftTokens = None,
     dtype: options.Dtype = None,
+    quantization: options.Quantization = None,
     max_model_len: options.MaxModelLen = None,
     block_size: options.BlockSize = None,
     kv_cache_gib: options.KvCacheGib = None,
@@ -55,8 +56,8 @@ def generate(
     params = sampling.params(temperature, n)
     llm = _load(
         model, speculate, num_draft_tokens,
-        dtype=dtype, max_model_len=max_model_len, page_size=block_size, kv_cache_gib=kv_cache_gib,
-        threads=threads, kernels=kernels,
+        dtype=dtype, quantization=quantization, max_model_len=max_model_len, page_size=block_size,
+        kv_cache_gib=kv_cache_gib, threads=threads, kernels=kernels,
     )  # fmt: skip
     tokenizer = llm.built.tokenizer
     ids = tokenizer.encode(prompt) if raw else tokenizer.encode_chat([{"role": "user", "content": prompt}])
@@ -77,6 +78,7 @@ def chat(
     speculate: options.Speculate = None,
     num_draft_tokens: options.NumDraftTokens = None,
     dtype: options.Dtype = None,
+    quantization: options.Quantization = None,
     max_model_len: options.MaxModelLen = None,
     block_size: options.BlockSize = None,
     kv_cache_gib: options.KvCacheGib = None,
@@ -87,8 +89,8 @@ def chat(
     params = sampling.params(temperature)
     llm = _load(
         model, speculate, num_draft_tokens,
-        dtype=dtype, max_model_len=max_model_len, page_size=block_size, kv_cache_gib=kv_cache_gib,
-        threads=threads, kernels=kernels,
+        dtype=dtype, quantization=quantization, max_model_len=max_model_len, page_size=block_size,
+        kv_cache_gib=kv_cache_gib, threads=threads, kernels=kernels,
     )  # fmt: skip
     history: list[dict[str, str]] = []
     while (said := _ask_user()) is not None:

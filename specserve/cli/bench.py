@@ -99,7 +99,10 @@ def serve(
     json_path: Annotated[Path | None, typer.Option("--json", help="Write all figures here.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw a PNG here.")] = None,
 ) -> None:
-    """Load a server: closed loop (--max-concurrency), Poisson arrivals (--request-rate) or a --trace."""
+    """Load a server: closed loop (--max-concurrency), Poisson arrivals (--request-rate) or a --trace.
+
+    Greedy answers to random prompts repeat themselves, which flatters speculation; judge it with --dataset.
+    """
     from specserve.loadgen.report import block, parse_goodput
 
     workload.check()

@@ -23,6 +23,9 @@ _CACHE, _SCHEDULER, _SPECULATION = CacheConfig(), SchedulerConfig(), Speculation
 
 Model = Annotated[str, typer.Option(help="`demo`, a Hugging Face folder, a .gguf file, or a hub id.")]
 Dtype = Annotated[str | None, typer.Option(help="auto, bfloat16 or float32. [default: auto]")]
+Quantization = Annotated[
+    str | None, typer.Option(help="int8: hold and multiply the weights in 8 bits. [default: as they are]")
+]
 MaxModelLen = Annotated[int | None, typer.Option(help="Context in tokens. [default: the model's]")]
 BlockSize = Annotated[int | None, typer.Option(help=f"Tokens per KV page. [default: {_CACHE.page_size}]")]
 KvCacheGib = Annotated[float | None, typer.Option(help="KV pool in GiB. [default: min(4, 25 % of free memory)]")]

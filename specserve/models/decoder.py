@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from specserve_kernels.int8 import quantize_weight
 from specserve_kernels.ops import AttentionRows, DecoderModel, FusedDecoder, LinearWeight, Ops
 from torch import Tensor
 
@@ -239,47 +241,57 @@ class DecoderWeights:
     head: LinearWeight  # [vocab, hidden]; the same object as `embed` when tied
 
     @classmethod
-    def build(cls, config: DecoderConfig, tensors: dict[str, Tensor], ops: Ops) -> DecoderWeights:
-        """Fuse and pack tensors named as in `config.tensor_shapes()`, all of one dtype.
+    def build(
+        cls, config: DecoderConfig, tensors: dict[str, Tensor], ops: Ops, quantization: str | None = None
+    ) -> DecoderWeights:
+        """Fuse and pack tensors named as in `config.tensor_shapes()`, all of one dtype; matrices as `quantization`.
 
         Empties `tensors` as it goes, so that at most one layer is held twice.
         """
+        pack = ops.pack_linear if quantization is None else partial(ops.pack_linear, quantization=quantization)
         embed = tensors.pop("model.embed_tokens.weight")
         tied = config.tie_word_embeddings
-        head = ops.pack_linear(embed if tied else tensors.pop("lm_head.weight"))
-        layers = tuple(_build_layer(f"model.layers.{i}.", tensors, ops) for i in range(config.num_hidden_layers))
+        head = pack(embed if tied else tensors.pop("lm_head.weight"))
+        layers = tuple(_build_layer(f"model.layers.{i}.", tensors, pack) for i in range(config.num_hidden_layers))
+        unpacked = LinearWeight(raw=embed) if quantization is None else quantize_weight(embed, quantization)
         return cls(
-            embed=head if tied else LinearWeight(raw=embed),
+            embed=head if tied else unpacked,
             layers=layers,
             norm=tensors.pop("model.norm.weight"),
             head=head,
         )
 
 
-def _build_layer(prefix: str, tensors: dict[str, Tensor], ops: Ops) -> LayerWeights:
+def _build_layer(prefix: str, tensors: dict[str, Tensor], pack: Callable[[Tensor], LinearWeight]) -> LayerWeights:
     def take(*names: str) -> Tensor:
         parts = [tensors.pop(f"{prefix}{name}.weight") for name in names]
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     return LayerWeights(
         attention_norm=take("input_layernorm"),
-        qkv=ops.pack_linear(take("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
-        output=ops.pack_linear(take("self_attn.o_proj")),
+        qkv=pack(take("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
+        output=pack(take("self_attn.o_proj")),
         mlp_norm=take("post_attention_layernorm"),
-        gate_up=ops.pack_linear(take("mlp.gate_proj", "mlp.up_proj")),
-        down=ops.pack_linear(take("mlp.down_proj")),
+        gate_up=pack(take("mlp.gate_proj", "mlp.up_proj")),
+        down=pack(take("mlp.down_proj")),
     )
 
 
 class Decoder:
     """A Llama decoder on one backend. Rows are computed independently of each other (DESIGN 2)."""
 
-    def __init__(self, config: DecoderConfig, tensors: dict[str, Tensor], ops: Ops) -> None:
-        """Build from tensors named as in `config.tensor_shapes()`, all of one dtype; `tensors` is emptied."""
+    def __init__(
+        self, config: DecoderConfig, tensors: dict[str, Tensor], ops: Ops, quantization: str | None = None
+    ) -> None:
+        """Build from tensors named as in `config.tensor_shapes()`, all of one dtype; `tensors` is emptied.
+
+        `quantization`: the format of all matrices (specserve_kernels.QUANTIZATIONS); None = as they come. `dtype`
+        stays that of norms, residual stream and KV.
+        """
         self.config = config
         self.ops = ops
         self.dtype = tensors["model.embed_tokens.weight"].dtype
-        self.weights = DecoderWeights.build(config, tensors, ops)
+        self.weights = DecoderWeights.build(config, tensors, ops, quantization)
         self.rope_table = rope_table(config)
         self.scale = config.head_dim**-0.5
         self._fused = self._fuse()

@@ -30,6 +30,7 @@ class Client:
     channel: Any
     thread: EngineThread
     door: GrpcDoor
+    port: int
 
     @property
     def inference(self) -> Any:
@@ -94,7 +95,7 @@ async def serving(load: Callable[[], Any], wait_ready: bool = True) -> AsyncIter
         if wait_ready:
             await asyncio.wrap_future(thread.ready)
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            yield Client(channel, thread, door)
+            yield Client(channel, thread, door, port)
     finally:
         await door.stop(0)
         await asyncio.to_thread(thread.stop)

@@ -38,7 +38,7 @@ from specserve.proposal import DraftTree
 from specserve.request import Request
 
 WHERE = ("alone", "mates", "preempted", "prefix_hit", "chunked")
-STOP_IDS = tuple(range(3, 140))
+STOP_IDS = tuple(range(4, 240, 2))
 # few ids, so that a token often comes again within one tree
 FEW: dict[str, Any] = {"allowed_token_ids": tuple(range(21, 280, 7))}
 
@@ -70,7 +70,7 @@ PARAMETERS: dict[str, Parameter] = {
     "logit_bias": Parameter({"logit_bias": {t: (3.0 if t % 2 else -2.0) for t in range(5, 260, 5)}}),
     "allowed_token_ids": Parameter({"allowed_token_ids": tuple(range(3, 270, 6))}),
     "bad_words": Parameter({"bad_words": ("in ids",)}, bad_words=True),
-    "min_tokens": Parameter({"min_tokens": 25}, base={"stop_token_ids": STOP_IDS}),
+    "min_tokens": Parameter({"min_tokens": 37}, base={"stop_token_ids": STOP_IDS}),
     "top_k": Parameter({"top_k": 2}, changes=SAMPLED),
     "top_p": Parameter({"top_p": 0.4}, changes=SAMPLED),
     "min_p": Parameter({"min_p": 0.5}, changes=SAMPLED),
@@ -228,11 +228,13 @@ def run_cell(cell: Cell, references: References) -> None:
     SITUATIONS[cell.situation].claim(harness, on, scene.by_name)
     check_effect(cell, scene, references)
     check_drafts(cell.drafter, drafter, on)
+    if cell.drafter == "ngram":
+        return  # it does not know who is the subject; of the whole run it was right and wrong
     stats = [on.finished[f"{item.request_id}/0"].speculation for item in scene.subjects]
     accepted = sum(s.num_accepted_tokens for s in stats)
     drafted = sum(s.num_draft_tokens for s in stats)
-    assert accepted >= 1 or cell.drafter == "always_wrong"
-    assert accepted < drafted or cell.drafter == "oracle"
+    assert (accepted >= 1) == (cell.drafter != "always_wrong")
+    assert (accepted < drafted) == (cell.drafter != "oracle")
 
 
 @pytest.mark.parametrize("cell", cell_params(ALL_CELLS, DEFAULT_CELLS))
@@ -281,6 +283,25 @@ PLANTED += [("no_path", "bad_words", mode) for mode in MODES]
 GROSS = ("whole_tree", "previous_row", "no_path")
 
 
+def plant(wrong: Wrong, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processing gets `wrong(tree, node)` for the row's own path; noise and bans of the row stay as they are."""
+    mistaken: dict[History, dict[tuple[int, ...], tuple[int, ...]]] = {}
+    draws_of, process = Engine._draws_of, History.process
+
+    def watched(self: Engine, span: Any, *rest: Any) -> Any:
+        history = self._choice_of(span.sequence).history
+        if history is not None:
+            nodes = range(-1, len(span.tree))
+            mistaken[history] = {own_path(span.tree, node): wrong(span.tree, node) for node in nodes}
+        return draws_of(self, span, *rest)
+
+    def planted(self: History, logits: Any, path: Sequence[int], *rest: Any) -> Any:
+        return process(self, logits, mistaken[self][tuple(path)], *rest)
+
+    monkeypatch.setattr(Engine, "_draws_of", watched)
+    monkeypatch.setattr(History, "process", planted)
+
+
 def is_caught(cell: Cell, references: References) -> bool:
     try:
         run_cell(cell, references)
@@ -298,13 +319,7 @@ def test_counting_another_branch_is_caught(
     places = ("alone",) if error in GROSS else WHERE
     cells = [Cell("random_tree", mode, parameter, place) for place in places]
     run_cell(cells[0], references)
-    draws_of = Engine._draws_of
-
-    def planted(self: Engine, span: Any) -> Any:
-        draws = draws_of(self, span)
-        return [replace(draw, path=WRONG_PATHS[error](span.tree, row - 1)) for row, draw in enumerate(draws)]
-
-    monkeypatch.setattr(Engine, "_draws_of", planted)
+    plant(WRONG_PATHS[error], monkeypatch)
     assert any(is_caught(cell, references) for cell in cells)
 
 

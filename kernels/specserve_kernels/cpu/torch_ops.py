@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from specserve_kernels.int8 import dequantize_rows, quantize_activations, quantize_weight, rescale
 from specserve_kernels.ops import AttentionRows, LinearWeight
 
 name = "torch"
@@ -29,6 +30,10 @@ TILE = 32
 # GEMM widths are multiples of this: at an odd `in` oneDNN's bf16 kernels read the next row's first value and weigh it
 # by zero, so its NaN crosses over (torch 2.13 at in = 33; test_row_invariance).
 WIDTH_STEP = 32
+# An fp32 sum of so many products of two int8 is exact in any order: it stays below 2^24.
+EXACT_WIDTH = 1024
+# Outputs whose integers are widened at once: a block of them stays in cache; no value depends on it.
+WIDE_OUT = 512
 # Keys of one attention split; a page size need not divide it.
 SPLIT = 256
 # Rows whose scores are held at once: bounds memory only, no result depends on it.
@@ -56,8 +61,10 @@ class _TileWeight:
         return F.linear(tile, self.matrix)
 
 
-def pack_linear(weight: Tensor) -> LinearWeight:
-    """Keep the weight [out, in] and, where oneDNN can, reorder it once for tiles of 32 rows."""
+def pack_linear(weight: Tensor, quantization: str | None = None) -> LinearWeight:
+    """Keep the weight [out, in] and, where oneDNN can, reorder it once for tiles of 32 rows; int8 stays int8."""
+    if quantization is not None:
+        return quantize_weight(weight.contiguous(), quantization)
     weight = weight.contiguous()
     width = -(-weight.shape[1] // WIDTH_STEP) * WIDTH_STEP
     padded = F.pad(weight, (0, width - weight.shape[1])) if width > weight.shape[1] else weight
@@ -84,10 +91,25 @@ def _reordered_product(tile: Tensor, matrix: Tensor) -> Tensor:
 
 def linear(x: Tensor, weight: LinearWeight, out_dtype: torch.dtype | None = None) -> Tensor:
     """[rows, in] → [rows, out], always in calls of 32 rows; summed in fp32, rounded to x's dtype, then `out_dtype`."""
+    if weight.scale is not None:
+        high, low, scales = quantize_activations(x)
+        sums = _integer_product(torch.cat((high, low)), weight.raw)
+        return rescale(*sums.split(x.shape[0]), scales, weight.scale, out_dtype or x.dtype)
     out = torch.empty(x.shape[0], weight.raw.shape[0], dtype=out_dtype or x.dtype)
     packed: _TileWeight = weight.packed
     for start, count in _tiles(x.shape[0]):
         out[start : start + count] = packed.product(_tile(x, start, count, packed.width))[:count]
+    return out
+
+
+def _integer_product(x: Tensor, weight: Tensor) -> Tensor:
+    """int8 [rows, in] × [out, in] → exact int32 [rows, out]. Library int8 GEMMs may saturate where there is no VNNI."""
+    wide, out = x.float(), torch.zeros(x.shape[0], weight.shape[0], dtype=torch.int32)
+    for first in range(0, weight.shape[0], WIDE_OUT):
+        block = slice(first, first + WIDE_OUT)
+        for start in range(0, x.shape[1], EXACT_WIDTH):
+            part = slice(start, start + EXACT_WIDTH)
+            out[:, block] += F.linear(wide[:, part], weight[block, part].float()).int()
     return out
 
 
@@ -107,7 +129,9 @@ def _tile(x: Tensor, start: int, count: int, width: int) -> Tensor:
 
 
 def embed(ids: Tensor, weight: LinearWeight) -> Tensor:
-    """int64 [rows] → [rows, hidden], rows of `weight.raw`."""
+    """int64 [rows] → [rows, hidden], rows of the weight."""
+    if weight.scale is not None:
+        return dequantize_rows(ids, weight)
     return weight.raw.index_select(0, ids)
 
 
