@@ -51,17 +51,20 @@ check: setup ## format, lint, types, structure, generated code up to date
 kernels: setup ## every kernel test, the long ones too
 	$(PYTEST) tests/kernels --durations=15 $(ARGS)
 
-exactness: setup ## the whole matrix: on = off, id for id (long)
+exactness: setup ## the whole matrix: on = off, id for id, in every environment of this machine (long)
 	$(PYTEST) -m slow --ignore=tests/kernels --durations=15 --verbose $(ARGS)
-
-sim: setup ## the engine under scripted faults with a hash for a model, about a minute, e.g. make sim ARGS='--steps 1e6'
-	OMP_NUM_THREADS=1 $(PY) -m specserve.cli sim --seed 1 --steps 25000 $(ARGS)
-
-bench: setup ## measure steps, latency and serving, about ten minutes on an idle machine; writes bench/results
-	$(PY) bench/step.py --seconds 2
-	$(PY) bench/latency.py --per-category 2
-	$(PY) bench/serve.py
-	$(PY) bench/summary.py
+	@for kernels in native torch; do for threads in 1 2; do for cpu in best avx2; do \
+	  echo "== environment: kernels $$kernels, threads $$threads, torch's cpu capability $$cpu"; \
+	  cpu=$${cpu/best/}; \
+	  env $${cpu:+ATEN_CPU_CAPABILITY=$$cpu} OMP_NUM_THREADS=$$threads SPECSERVE_TEST_THREADS=$$threads \
+	    SPECSERVE_TEST_KERNELS=$$kernels $(PY) -m pytest -m "not slow and not demo" tests/exactness/test_matrix.py || exit 1; \
+	done; done; done
+	@for isa in plain avx512; do \
+	  echo "== environment: native kernels limited to $$isa"; \
+	  SPECSERVE_NATIVE_ISA=$$isa SPECSERVE_TEST_KERNELS=native $(PY) -m pytest -m "not slow and not demo" \
+	    tests/exactness/test_matrix.py tests/kernels/test_row_invariance.py || exit 1; \
+	done
+	ATEN_CPU_CAPABILITY=avx2 $(PYTEST) tests/kernels/test_row_invariance.py
 
 proto: setup ## regenerate specserve/v1 from proto/
 	@test -n "$(PROTOS)" || { echo "no .proto file in proto/specserve/v1" >&2; exit 1; }

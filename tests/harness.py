@@ -7,6 +7,7 @@ submit / step and to the plans that the scheduler makes.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -91,7 +92,8 @@ class EngineHarness:
     def build(folder: Path | str, drafter: Drafter | str, options: Mapping[str, Any]) -> Engine:
         """An engine; a drafter object takes the n-gram drafter's seat, a name is taken as it is."""
         name = drafter if isinstance(drafter, str) else "ngram"
-        flat = {"drafter": name, "num_pages": 256, "debug": True} | dict(options)
+        kernels = os.environ.get("SPECSERVE_TEST_KERNELS", "auto")
+        flat = {"drafter": name, "num_pages": 256, "debug": True, "kernels": kernels} | dict(options)
         engine = build(EngineConfig.from_options(model=str(folder), **flat)).engine
         if not isinstance(drafter, str):
             engine._drafters["ngram"] = drafter

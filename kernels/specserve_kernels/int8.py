@@ -52,9 +52,10 @@ def _integers(x: Tensor, limit: int) -> tuple[Tensor, Tensor]:
     wide = x.float()
     largest = wide.abs().amax(1).clamp_min(FLOOR)
     finite = largest.isfinite()
-    scaled = wide * (limit / largest)[:, None]
+    limits = torch.full_like(largest, limit)  # a number / tensor is number * (1 / tensor) in torch: two roundings
+    scaled = wide * (limits / largest)[:, None]
     whole = scaled.round().masked_fill(~finite[:, None], 0.0)
-    return whole, (largest / limit).masked_fill(~finite, math.nan)
+    return whole, (largest / limits).masked_fill(~finite, math.nan)
 
 
 def quantize_weight(weight: Tensor, quantization: str = "int8") -> LinearWeight:

@@ -103,12 +103,8 @@ def serve(
 
     Greedy answers to random prompts repeat themselves, which flatters speculation; judge it with --dataset.
     """
-    from specserve.loadgen.report import block, parse_goodput
-
     workload.check()
-    if more_goodput and not goodput:
-        raise ConfigError(f"{more_goodput[0]!r} belongs to no option")
-    slos = parse_goodput([*(goodput or ()), *(more_goodput or ())])
+    slos = _limits(goodput, more_goodput)
     if base_url is not None and model is None:
         raise ConfigError("--base-url needs --model, the name that the endpoint serves")
 
@@ -122,12 +118,18 @@ def serve(
         return GrpcTarget(f"{host}:{port}", *how, drafter=speculate)
 
     found, run = asyncio.run(_measure(target, workload, slos, max_concurrency, max_duration))
-    print(block(found))
-    _write(found, run, json_path, plot)
-    for error, count in found["errors"].items():
-        print(f"{count} requests failed: {error}", file=sys.stderr)
+    _tell(found, run, json_path, plot)
     if not found["completed"]:
         raise typer.Exit(1)
+
+
+def _limits(first: list[str] | None, others: list[str] | None) -> dict[str, float]:
+    """`--goodput ttft:200 tpot:20`, as vLLM takes it: typer gives the second item as an argument."""
+    from specserve.loadgen.report import parse_goodput
+
+    if others and not first:
+        raise ConfigError(f"{others[0]!r} belongs to no option")
+    return parse_goodput([*(first or ()), *(others or ())])
 
 
 async def _measure(
@@ -157,7 +159,12 @@ async def _measure(
     return {**about, **found, "provenance": provenance(facts.environment, workload.seed)}, run
 
 
-def _write(found: dict[str, Any], run: Run, json_path: Path | None, plot: Path | None) -> None:
+def _tell(found: dict[str, Any], run: Run, json_path: Path | None, plot: Path | None) -> None:
+    from specserve.loadgen.report import block
+
+    print(block(found))
+    for error, count in found["errors"].items():
+        print(f"{count} requests failed: {error}", file=sys.stderr)
     try:
         if json_path is not None:
             json_path.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")

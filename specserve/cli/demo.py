@@ -37,7 +37,7 @@ class Answer:
 
 def demo(
     model: options.Model = "demo",
-    max_tokens: Annotated[int, typer.Option(help="Length of each answer.")] = 64,
+    max_tokens: Annotated[int, typer.Option(help="Length of each answer.")] = 128,
 ) -> None:
     """Start a server, stream an answer from it over gRPC, and compare speculation on and off."""
     import grpc

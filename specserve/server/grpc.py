@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -296,7 +296,9 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
                 async for event in events:
                     yield to_response(event, request, message.request_id)
         except Exception as error:
-            await _abort(context, error)
+            # what compiles a grammar does not know in which of the forms it came
+            form = {"grammar": f"sampling.{message.sampling.WhichOneof('constraint')}"}
+            await _abort(context, error, {**WIRE_PATHS, **form})
 
 
 class ModelServicer(pb_grpc.ModelServiceServicer):
@@ -342,8 +344,8 @@ class ModelServicer(pb_grpc.ModelServiceServicer):
             raise
 
 
-async def _abort(context: Any, error: Exception) -> None:
-    await context.abort_with_status(rpc_status.to_status(to_status(error, WIRE_PATHS)))
+async def _abort(context: Any, error: Exception, paths: Mapping[str, str] = WIRE_PATHS) -> None:
+    await context.abort_with_status(rpc_status.to_status(to_status(error, paths)))
 
 
 class GrpcDoor:

@@ -57,7 +57,7 @@ class FakeEngine:
         self.steps_at_abort: list[int] = []
         self._late: list[Event] = []
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: Request, grammar: object = None) -> None:
         if self.submit_error is not None:
             raise self.submit_error
         validate(request, self.limits)

@@ -17,6 +17,7 @@ from specserve.build import Built, build
 from specserve.config import EngineConfig
 from specserve.engine import Engine
 from specserve.events import Event
+from specserve.grammar import Grammar
 from specserve.request import Request
 from specserve.v1 import inference_pb2 as pb
 
@@ -43,8 +44,8 @@ class WatchedEngine:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    def submit(self, request: Request) -> None:
-        self._engine.submit(request)
+    def submit(self, request: Request, grammar: Grammar | None = None) -> None:
+        self._engine.submit(request, grammar)
 
     def step(self) -> Sequence[Event]:
         events = self._engine.step()
@@ -156,5 +157,42 @@ def test_a_wire_answer_is_what_the_tokenizer_says(built: Built) -> None:
             assert text == built.tokenizer.decode([token.id for token in tokens])
             assert end.usage.completion_tokens == len(tokens) == 24
             assert sum(token.drafted for token in tokens) == end.speculation.num_accepted_tokens
+
+    asyncio.run(run())
+
+
+def test_an_answer_keeps_its_form(built: Built) -> None:
+    pytest.importorskip("llguidance")
+
+    async def run() -> None:
+        async with serving(lambda: Watched(built)) as client:
+            request = _request(4)
+            request.sampling.choice.texts.extend(["perhaps", "never"])
+            responses = await client.generate(request)
+            text = "".join(t.text for r in responses if r.HasField("delta") for t in r.delta.tokens)
+            assert text + responses[-1].finished.tail_text in ("perhaps", "never")
+            request = _request(4)
+            request.sampling.json_schema = '{"type": "no-such-type"}'
+            for _ in range(2):
+                refusal = await client.refused(request)
+                assert (refusal.code, refusal.reason) == ("INVALID_ARGUMENT", "GRAMMAR_INVALID")
+                assert list(refusal.fields or ()) == ["sampling.json_schema"]
+
+    asyncio.run(run())
+
+
+def test_prompt_logprobs_and_chosen_ones_cross_the_wire(built: Built) -> None:
+    async def run() -> None:
+        async with serving(lambda: Watched(built)) as client:
+            request = _request(2, max_tokens=3)
+            fields = {"logprobs": 1, "logprob_token_ids": [5, 6], "prompt_logprobs": 2}
+            request.sampling.MergeFrom(pb.SamplingParams(**fields))
+            responses = await client.generate(request)
+        started = responses[0].started
+        assert len(started.prompt_logprobs) == started.prompt_tokens and started.cached_tokens == 0
+        assert not started.prompt_logprobs[0].HasField("logprob")
+        assert all(entry.logprob <= entry.top_logprobs[0].logprob for entry in started.prompt_logprobs[1:])
+        tokens = [token for r in responses if r.HasField("delta") for token in r.delta.tokens]
+        assert all(len(token.chosen_logprobs) == 2 and max(token.chosen_logprobs) < 0 for token in tokens)
 
     asyncio.run(run())

@@ -1,7 +1,12 @@
-"""One tiny model for all exactness tests, and one thread: contention between test runs costs more than it gives."""
+"""One tiny model for all exactness tests, in one environment a run.
+
+SPECSERVE_TEST_KERNELS names the backend and SPECSERVE_TEST_THREADS the number of threads (by default one: contention
+costs more than it gives); `make exactness` goes through them.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,8 +22,8 @@ def sharp_llama(tiny_llama: Callable[..., Path], tmp_path_factory: pytest.TempPa
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
+def threads() -> Iterator[None]:
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(int(os.environ.get("SPECSERVE_TEST_THREADS", "1")))
     yield
     torch.set_num_threads(before)

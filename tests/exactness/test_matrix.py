@@ -1,4 +1,4 @@
-"""Speculation never changes a token: every drafter × greedy or sampled × situation × dtype, id for id.
+"""Speculation never changes a token: every drafter × greedy or sampled × situation × format, id for id.
 
 The cells are generated. The reference of a request is the request alone, without drafts, in a roomy engine
 without prefix cache; a cell must give the same ids in its situation with speculation off and on, and must prove
@@ -32,17 +32,17 @@ from harness import EngineHarness, Run
 
 from specserve.request import Request
 
-DTYPES = ("float32", "bfloat16")
+FORMATS = {"fp32": {"dtype": "float32"}, "bf16": {"dtype": "bfloat16"}, "int8": {"quantization": "int8"}}
 
 
 class Cell(NamedTuple):
     drafter: str
     mode: str
     situation: str
-    dtype: str
+    format: str
 
 
-ALL_CELLS = [Cell(*values) for values in itertools.product(DRAFTERS, MODES, SITUATIONS, DTYPES)]
+ALL_CELLS = [Cell(*values) for values in itertools.product(DRAFTERS, MODES, SITUATIONS, FORMATS)]
 DEFAULT_CELLS = pairwise(ALL_CELLS)
 
 
@@ -54,26 +54,26 @@ class References:
         self._alone: dict[tuple[str, str], Run] = {}
         self._situations: dict[tuple[str, str, str], Run] = {}
 
-    def alone(self, item: Request, dtype: str) -> Run:
-        key = (dtype, repr(item))
+    def alone(self, item: Request, format: str) -> Run:
+        key = (format, repr(item))
         if key not in self._alone:
-            harness = EngineHarness(self.folder, dtype=dtype, enable_prefix_caching=False)
+            harness = EngineHarness(self.folder, **FORMATS[format], enable_prefix_caching=False)
             self._alone[key] = harness.run([item])
         return self._alone[key]
 
-    def situation(self, name: str, mode: str, dtype: str) -> Run:
+    def situation(self, name: str, mode: str, format: str) -> Run:
         """Speculation off in the situation; equal to each request alone."""
-        if (name, mode, dtype) not in self._situations:
+        if (name, mode, format) not in self._situations:
             situation = SITUATIONS[name]
             requests = situation.requests(mode)
-            harness = EngineHarness(self.folder, dtype=dtype, **situation.options)
+            harness = EngineHarness(self.folder, **FORMATS[format], **situation.options)
             run = harness.run(requests, situation.arrivals)
             situation.claim(harness, run, {item.request_id: item for item in requests})
             for item in requests:
-                for key, ids in self.alone(item, dtype).answers.items():
+                for key, ids in self.alone(item, format).answers.items():
                     assert run.answers[key] == ids, f"off: {key} in situation {name} is not what it is alone"
-            self._situations[name, mode, dtype] = run
-        return self._situations[name, mode, dtype]
+            self._situations[name, mode, format] = run
+        return self._situations[name, mode, format]
 
 
 @pytest.fixture(scope="module")
@@ -85,10 +85,10 @@ def references(sharp_llama: Path) -> References:
 def test_on_equals_off(cell: Cell, references: References) -> None:
     situation = SITUATIONS[cell.situation]
     requests = situation.requests(cell.mode)
-    off = references.situation(cell.situation, cell.mode, cell.dtype)
+    off = references.situation(cell.situation, cell.mode, cell.format)
     vocab_size = vocab_of(references.folder)
     drafter = make_drafter(cell.drafter, off.full(requests), vocab_size)
-    harness = EngineHarness(references.folder, drafter, dtype=cell.dtype, **situation.options)
+    harness = EngineHarness(references.folder, drafter, **FORMATS[cell.format], **situation.options)
     on = harness.run(requests, situation.arrivals)
     assert on.answers == off.answers
     assert on.texts == off.texts
@@ -103,7 +103,7 @@ def test_on_equals_off(cell: Cell, references: References) -> None:
 
 def check_choices(cell: Cell, run: Run, references: References) -> None:
     """Choice 0 is what n = 1 gives; sampled choices differ from each other."""
-    single = references.alone(request(TARGET, cell.mode, prompt(1, 21), max_tokens=60), cell.dtype)
+    single = references.alone(request(TARGET, cell.mode, prompt(1, 21), max_tokens=60), cell.format)
     answers = [run.answers[f"{TARGET}/{choice}"] for choice in range(3)]
     assert answers[0] == single.answers[f"{TARGET}/0"]
     num_different = len({tuple(answer) for answer in answers})
@@ -112,7 +112,7 @@ def check_choices(cell: Cell, run: Run, references: References) -> None:
 
 def test_the_default_cells_cover_every_pair() -> None:
     assert all_pairs(DEFAULT_CELLS) == all_pairs(ALL_CELLS)
-    assert len(ALL_CELLS) == 5 * 2 * 6 * 2
+    assert len(ALL_CELLS) == 5 * 2 * 6 * 3
     assert len(DEFAULT_CELLS) <= 40
 
 

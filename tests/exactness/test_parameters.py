@@ -266,8 +266,14 @@ WRONG_PATHS: dict[str, Wrong] = {
     "siblings": lambda tree, node: own_path(tree, node) + siblings(tree, node),
     "last_token_twice": lambda tree, node: own_path(tree, node) + own_path(tree, node)[-1:],
 }
-# a token that was seen is seen: counting it twice is no error of these
-NOT_FELT = {("last_token_twice", "repetition_penalty"), ("last_token_twice", "presence_penalty")}
+# a token that was seen is seen: counting it twice is no error of these; and greedily nothing comes twice in a row
+NOT_FELT = {
+    ("last_token_twice", "repetition_penalty", "greedy"),
+    ("last_token_twice", "repetition_penalty", "sampled"),
+    ("last_token_twice", "presence_penalty", "greedy"),
+    ("last_token_twice", "presence_penalty", "sampled"),
+    ("last_token_missing", "presence_penalty", "greedy"),
+}
 
 
 def siblings(tree: DraftTree, node: int) -> tuple[int, ...]:
@@ -277,7 +283,7 @@ def siblings(tree: DraftTree, node: int) -> tuple[int, ...]:
 
 
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-PLANTED = [p for p in itertools.product(WRONG_PATHS, PENALTIES, MODES) if p[:2] not in NOT_FELT]
+PLANTED = [p for p in itertools.product(WRONG_PATHS, PENALTIES, MODES) if p not in NOT_FELT]
 PLANTED += [("no_path", "bad_words", mode) for mode in MODES]
 # what a lone cell must catch; a subtler error may take the cells of several situations
 GROSS = ("whole_tree", "previous_row", "no_path")

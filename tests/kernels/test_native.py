@@ -184,9 +184,9 @@ class Layer:
 HIDDEN, INNER, HEADS, KV_HEADS, DIM, LAYERS, PAGES = 96, 160, 6, 2, 32, 2, 24
 
 
-def small_model(ops: native.NativeOps, dtype: torch.dtype) -> native.DecoderModel:
+def small_model(ops: native.NativeOps, dtype: torch.dtype, quantization: str | None = None) -> native.DecoderModel:
     def matrix(rows: int, columns: int) -> LinearWeight:
-        return ops.pack_linear(normal(rows, columns, dtype=dtype, seed=rows) / columns**0.5)
+        return ops.pack_linear(normal(rows, columns, dtype=dtype, seed=rows) / columns**0.5, quantization)
 
     norm = normal(HIDDEN, dtype=dtype) * 0.1 + 1
     layers = [
@@ -231,11 +231,13 @@ def chunk(past: int, count: int) -> tuple[Tensor, Tensor, AttentionRows]:
     return positions, table[0, positions // 16].long() * 16 + positions % 16, rows
 
 
+@pytest.mark.parametrize("threads", [1, 3], indirect=True)
+@pytest.mark.parametrize("quantization", [None, "int8"])
 @pytest.mark.parametrize(("past", "count"), [(0, 1), (130, 1), (131, 5), (40, 50)])
 def test_fused_decoder_has_the_bits_of_the_ops(
-    ops: native.NativeOps, dtype: torch.dtype, past: int, count: int
+    ops: native.NativeOps, dtype: torch.dtype, past: int, count: int, quantization: str | None, threads: int
 ) -> None:
-    model = small_model(ops, dtype)
+    model = small_model(ops, dtype, quantization)
     positions, slots, rows = chunk(past, count)
     ids, kv = torch.arange(count) % 50, normal(LAYERS, 2, PAGES, KV_HEADS, 16, DIM, dtype=dtype)
     fused_kv, short_kv = kv.clone(), kv.clone()

@@ -12,6 +12,7 @@ import ctypes
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from specserve_kernels.cpu.native_abi import (
     ANY,
+    INT8,
     TYPES,
     PackedWeight,
     attention_args,
@@ -30,6 +32,7 @@ from specserve_kernels.cpu.native_abi import (
 )
 from specserve_kernels.cpu.native_build import NativeUnavailable, build
 from specserve_kernels.cpu.native_decoder import NativeDecoder
+from specserve_kernels.int8 import quantize_weight
 from specserve_kernels.ops import AttentionRows, DecoderModel, LinearWeight
 
 __all__ = ["DecoderModel", "NativeDecoder", "NativeOps", "NativeUnavailable", "build", "load"]
@@ -61,35 +64,48 @@ class NativeOps:
         self._arena_used += size
         return view
 
-    def pack_linear(self, weight: Tensor) -> LinearWeight:
-        """Prepare a weight [out, in] once, at load: bf16 in AMX tile order, fp32 with outputs side by side."""
+    def pack_linear(self, weight: Tensor, quantization: str | None = None) -> LinearWeight:
+        """Prepare a weight [out, in] once, at load: bf16 and int8 in AMX tile order, fp32 with outputs side by side."""
         check("weight", weight, None, ANY, ANY)
         out_features, in_features = weight.shape
         if not out_features or not in_features:
             raise ValueError("weight must not be empty")
+        if quantization is not None:
+            return self._pack_int8(quantize_weight(weight, quantization))
         kind = TYPES[weight.dtype]
         data = self._allocate(self._lib.spec_packed_bytes(out_features, in_features, kind))
         threads = torch.get_num_threads()
         self._lib.spec_pack(weight.data_ptr(), data.data_ptr(), out_features, in_features, kind, threads)
         return LinearWeight(weight, PackedWeight(data, weight))
 
+    def _pack_int8(self, weight: LinearWeight) -> LinearWeight:
+        assert weight.scale is not None
+        data = self._allocate(self._lib.spec_packed_bytes(*weight.raw.shape, INT8))
+        pointers = (weight.raw.data_ptr(), weight.scale.data_ptr(), data.data_ptr())
+        self._lib.spec_pack_int8(*pointers, *weight.raw.shape, torch.get_num_threads())
+        return replace(weight, packed=PackedWeight(data, weight.raw))
+
     def linear(self, x: Tensor, weight: LinearWeight, out_dtype: torch.dtype | None = None) -> Tensor:
         """[rows, in] → [rows, out], each output one fp32 sum over `in` in one order; `out_dtype` None = x's."""
         packed = packed_weight(weight)
-        check("x", x, weight.raw.dtype, ANY, packed.in_features)
+        int8 = packed.type == INT8
+        check("x", x, None if int8 else weight.raw.dtype, ANY, packed.in_features)
         out_dtype = out_dtype or x.dtype
         if out_dtype not in TYPES:
             raise TypeError(f"out_dtype must be bfloat16 or float32, not {out_dtype}")
         rows = x.shape[0]
         y = torch.empty(rows, packed.out_features, dtype=out_dtype)
-        self._lib.spec_linear(self._kernels,
-            x.data_ptr(), packed.pointer, y.data_ptr(), rows, packed.out_features, packed.in_features, packed.type,
+        call = self._lib.spec_linear_int8 if int8 else self._lib.spec_linear
+        call(self._kernels,
+            x.data_ptr(), packed.pointer, y.data_ptr(), rows, packed.out_features, packed.in_features, TYPES[x.dtype],
             TYPES[out_dtype], torch.get_num_threads(),
         )  # fmt: skip
         return y
 
     def embed(self, ids: Tensor, weight: LinearWeight) -> Tensor:
-        """int64 [rows] → [rows, hidden], rows of `weight.raw`. IndexError for an id outside it."""
+        """int64 [rows] → [rows, hidden], rows of the weight. IndexError for an id outside it."""
+        if weight.scale is not None:
+            return self._embed_int8(ids, weight)
         table = weight.raw
         check("ids", ids, torch.int64, ANY)
         check("weight", table, None, ANY, ANY)
@@ -105,6 +121,17 @@ class NativeOps:
                 TYPES[table.dtype],
             )
         )
+        return y
+
+    def _embed_int8(self, ids: Tensor, weight: LinearWeight) -> Tensor:
+        check("ids", ids, torch.int64, ANY)
+        check("weight", weight.raw, torch.int8, ANY, ANY)
+        assert weight.scale is not None and weight.dtype is not None
+        check("scale", weight.scale, torch.float32, weight.raw.shape[0])
+        y = torch.empty(ids.shape[0], weight.raw.shape[1], dtype=weight.dtype)
+        pointers = (ids.data_ptr(), weight.raw.data_ptr(), weight.scale.data_ptr(), y.data_ptr())
+        sizes = (ids.shape[0], *weight.raw.shape)
+        raise_for(self._lib.spec_embed_int8(self._kernels, *pointers, *sizes, TYPES[y.dtype]))
         return y
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

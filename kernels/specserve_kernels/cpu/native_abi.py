@@ -16,6 +16,7 @@ from specserve_kernels.cpu.native_build import NativeUnavailable
 from specserve_kernels.ops import AttentionRows, LinearWeight
 
 TYPES = {torch.bfloat16: 0, torch.float32: 1}
+INT8 = 2  # of weights only
 ANY = -1  # a size that is not checked
 REASONS = {
     1: (IndexError, "a token id is outside the vocabulary"),
@@ -46,7 +47,8 @@ class LayerArgs(ctypes.Structure):
 class DecoderArgs(ctypes.Structure):
     _fields_ = (
         ("layers", ctypes.POINTER(LayerArgs)),
-        *((name, _pointer) for name in ("embed", "norm", "rope", "ids", "positions", "slots", "kv", "out")),
+        *((name, _pointer) for name in ("embed", "norm", "embed_scale", "rope", "ids", "positions")),
+        *((name, _pointer) for name in ("slots", "kv", "out")),
         *((name, _pointer) for name in ("feature_layers", "features")),
         *((name, _size) for name in ("num_layers", "num_features", "hidden", "inner", "vocab")),
         *((name, _size) for name in ("rope_rows", "pages", "sequences")),
@@ -61,6 +63,10 @@ SIGNATURES = {
     "spec_packed_bytes": (_size, [_size, _size, _int]),
     "spec_pack": (None, [_pointer, _pointer, _size, _size, _int, _int]),
     "spec_linear": (None, [_pointer] * 4 + [_size] * 3 + [_int] * 3),
+    "spec_pack_int8": (None, [_pointer] * 3 + [_size] * 2 + [_int]),
+    "spec_linear_int8": (None, [_pointer] * 4 + [_size] * 3 + [_int] * 3),
+    "spec_quantize": (None, [_pointer] * 4 + [_size] * 2 + [_int]),
+    "spec_embed_int8": (_int, [_pointer] * 5 + [_size] * 3 + [_int]),
     "spec_embed": (_int, [_pointer] * 4 + [_size] * 3 + [_int]),
     "spec_rms_norm": (None, [_pointer] * 4 + [_size] * 2 + [ctypes.c_float, _int, _int]),
     "spec_rope": (_int, [_pointer] * 5 + [_size] * 4 + [_int, _int]),
@@ -103,7 +109,7 @@ class PackedWeight:
         self.data = data
         self.pointer = data.data_ptr()
         self.out_features, self.in_features = weight.shape
-        self.type = TYPES[weight.dtype]
+        self.type = INT8 if weight.dtype == torch.int8 else TYPES[weight.dtype]
 
 
 def packed_weight(weight: LinearWeight) -> PackedWeight:

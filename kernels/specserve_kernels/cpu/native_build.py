@@ -27,7 +27,8 @@ UNITS: dict[str, list[str]] = {"plain": [], "dispatch": []}
 UNITS_X86: dict[str, list[str]] = {
     "plain": [],
     "avx512": AVX512,
-    "amx": [*AVX512, "-mamx-tile", "-mamx-bf16"],
+    "vnni": [*AVX512, "-mavx512vnni"],
+    "amx": [*AVX512, "-mamx-tile", "-mamx-bf16", "-mamx-int8"],
     "dispatch": ["-DSPEC_X86"],
 }
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from specserve_kernels.cpu.native_abi import (
     ANY,
+    INT8,
     TYPES,
     DecoderArgs,
     LayerArgs,
@@ -30,7 +31,7 @@ class NativeDecoder:
 
     def __init__(self, library: ctypes.CDLL, kernels: int, model: DecoderModel) -> None:
         self._lib, self._kernels, self.model = library, kernels, model
-        self.dtype = model.embed.raw.dtype
+        self.dtype = model.norm.dtype
         self._check_model()
         fields = [field[0] for field in LayerArgs._fields_]
         self._layers = (LayerArgs * len(model.layers))()
@@ -41,13 +42,19 @@ class NativeDecoder:
 
     def _check_model(self) -> None:
         model = self.model
-        check("embed", model.embed.raw, None, ANY, ANY)
-        hidden = model.embed.raw.shape[1]
+        embed = model.embed
+        if embed.scale is None:
+            check("embed", embed.raw, self.dtype, ANY, ANY)
+        else:
+            check("embed", embed.raw, torch.int8, ANY, ANY)
+            check("embed.scale", embed.scale, torch.float32, embed.raw.shape[0])
+        kind = TYPES[self.dtype] if embed.scale is None else INT8
+        hidden = embed.raw.shape[1]
         if not model.layers or model.kv_heads < 1 or model.heads % model.kv_heads or model.head_dim % 2:
             raise ValueError("a decoder needs layers, heads a multiple of kv_heads, and an even head_dim")
         self.hidden, self.inner = hidden, packed_weight(model.layers[0].down).in_features
         q_size, self.qkv_size = model.heads * model.head_dim, (model.heads + 2 * model.kv_heads) * model.head_dim
-        check("norm", model.norm, self.dtype, hidden)
+        check("norm", model.norm, None, hidden)
         check("rope_table", model.rope_table, torch.float32, ANY, model.head_dim)
         for index, layer in enumerate(model.layers):
             check(f"layers[{index}].attention_norm", layer.attention_norm, self.dtype, hidden)
@@ -61,8 +68,8 @@ class NativeDecoder:
             for name, matrix, rows, columns in matrices:
                 packed = packed_weight(matrix)
                 found = (packed.out_features, packed.in_features, packed.type)
-                if found != (rows, columns, TYPES[self.dtype]):
-                    raise ValueError(f"layers[{index}].{name} is {found}, not {(rows, columns, TYPES[self.dtype])}")
+                if found != (rows, columns, kind):
+                    raise ValueError(f"layers[{index}].{name} is {found}, not {(rows, columns, kind)}")
 
     def forward(
         self,
@@ -112,6 +119,7 @@ class NativeDecoder:
         return DecoderArgs(
             layers=self._layers,
             embed=model.embed.raw.data_ptr(),
+            embed_scale=None if model.embed.scale is None else model.embed.scale.data_ptr(),
             norm=model.norm.data_ptr(),
             rope=model.rope_table.data_ptr(),
             ids=ids.data_ptr(),

@@ -1,6 +1,6 @@
-// The kernels for x86-64 with AMX tiles: bf16 GEMMs here, everything else as in avx512.cpp.
+// The kernels for x86-64 with AMX tiles: bf16 and int8 GEMMs and bf16 attention here, everything else as in avx512.cpp.
 // One output is one tile element: TDPBF16PS adds 32 products to it in a fixed way, tile after tile in order of k, so
-// its bits depend on neither the other rows of the tile nor how many tiles of rows there are.
+// its bits depend on neither the other rows of the tile nor how many tiles of rows there are. TDPBSSD adds 64, exactly.
 #define SPEC_NS amx
 #define SPEC_AVX512
 #include "kernels.h"
@@ -37,8 +37,9 @@ struct Yes {
   static constexpr bool value = b;
 };
 
+// Both formats have tiles of 16 rows of 64 bytes and panels of two weight tiles for each step of k.
 struct RowTile {
-  const bf16* x;
+  const char* x;
   int64_t stride;  // bytes
   int64_t rows;    // of the tile's 16 that exist
 };
@@ -47,13 +48,21 @@ static inline void put_tile(const Gemm& g, const float* acc, int64_t row, int64_
   for (int64_t r = 0; r < rows; r++) put_panel(g, row + r, n0, load(acc + r * 16), load(acc + 256 + r * 16));
 }
 
+// acc: two tiles of sums of high digits, two of low ones
+static inline void put_tile_int8(const Gemm& g, const float* scales, const float* acc, int64_t row, int64_t rows,
+                                 int64_t n0) {
+  for (int64_t r = 0; r < rows; r++) {
+    const float* a = acc + r * 16;
+    put_sums(g, scales, row + r, n0, bits(load(a)), bits(load(a + 256)), bits(load(a + 512)), bits(load(a + 768)));
+  }
+}
+
 // Tiles [k0, k1) of k of one panel of 32 outputs, times one or two tiles of 16 rows. `acc` carries the sums from one
-// range of k to the next in fp32, as they stood in the tiles: cutting k into ranges changes no bit.
+// range of k to the next in 32 bits, as they stood in the tiles: cutting k into ranges changes no bit.
 // `fetch`: the first pass over the panel asks for it 16 KB ahead, as few rows wait for memory. The gain is unproven: all
 // GEMMs of a forward at 1 row, two runs each on a busy machine, took 16.8 and 22.3 ms without, 15.2 and 17.2 ms with.
-template <bool two, bool fetch>
-static inline void tiles(const Gemm& g, const bf16* p, int64_t k0, int64_t k1, int64_t kt, const RowTile* x,
-                         float* acc, int64_t row, int64_t n0) {
+template <bool int8, bool two, bool fetch>
+static inline void tiles(const char* p, int64_t k0, int64_t k1, const RowTile* x, float* acc) {
   if (k0 == 0) {
     _tile_zero(0);
     _tile_zero(1);
@@ -69,20 +78,30 @@ static inline void tiles(const Gemm& g, const bf16* p, int64_t k0, int64_t k1, i
       _tile_loadd(3, acc + 768, 64);
     }
   }
-  const bf16 *a = x[0].x, *b = two ? x[1].x : nullptr;
+  const char *a = x[0].x, *b = two ? x[1].x : nullptr;
   const int64_t lda = x[0].stride, ldb = two ? x[1].stride : 0;
   for (int64_t k = k0; k < k1; k++) {
     if (fetch)
-      for (int i = 0; i < 32; i++) _mm_prefetch((const char*)(p + (k + 8) * 1024 + i * 32), _MM_HINT_T0);
-    _tile_loadd(6, p + k * 1024, 64);
-    _tile_loadd(7, p + k * 1024 + 512, 64);
-    _tile_loadd(4, a + k * 32, lda);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_dpbf16ps(1, 4, 7);
+      for (int i = 0; i < 32; i++) _mm_prefetch(p + (k + 8) * 2048 + i * 64, _MM_HINT_T0);
+    _tile_loadd(6, p + k * 2048, 64);
+    _tile_loadd(7, p + k * 2048 + 1024, 64);
+    _tile_loadd(4, a + k * 64, lda);
+    if (int8) {
+      _tile_dpbssd(0, 4, 6);
+      _tile_dpbssd(1, 4, 7);
+    } else {
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_dpbf16ps(1, 4, 7);
+    }
     if (two) {
-      _tile_loadd(5, b + k * 32, ldb);
-      _tile_dpbf16ps(2, 5, 6);
-      _tile_dpbf16ps(3, 5, 7);
+      _tile_loadd(5, b + k * 64, ldb);
+      if (int8) {
+        _tile_dpbssd(2, 5, 6);
+        _tile_dpbssd(3, 5, 7);
+      } else {
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+      }
     }
   }
   _tile_stored(0, acc, 64);
@@ -91,9 +110,36 @@ static inline void tiles(const Gemm& g, const bf16* p, int64_t k0, int64_t k1, i
     _tile_stored(2, acc + 512, 64);
     _tile_stored(3, acc + 768, 64);
   }
-  if (k1 < kt) return;
-  put_tile(g, acc, row, x[0].rows, n0);
-  if (two) put_tile(g, acc + 512, row + 16, x[1].rows, n0);
+}
+
+// Panels [first, last) times `count` row tiles; in int8 a high and a low tile of the same rows follow each other.
+template <bool int8>
+static void run_panels(const Gemm& g, int64_t first, int64_t last, int64_t kt, const RowTile* tile, int64_t count,
+                       float* acc) {
+  const int64_t header = int8 ? kInt8Header : 0, stride = header + kt * 2048;
+  // Many rows go over the panel again and again: 18 tiles of k of it are 36 KB and stay in L1. Few rows read it once.
+  const int64_t ranges = count > 2 ? up(kt, 18) / 18 : 1, range = up(kt, ranges) / ranges;
+  for (int64_t n = first; n < last; n++) {
+    const char *panel = (const char*)g.packed + n * stride, *p = panel + header;
+    for (int64_t k0 = 0; k0 < kt; k0 += range) {
+      const int64_t k1 = lesser(k0 + range, kt);
+      const auto go = [&](auto two, auto fetch, int64_t t) {
+        float* sums = acc + t * 512;
+        tiles<int8, two.value, fetch.value>(p, k0, k1, tile + t, sums);
+        if (k1 < kt) return;
+        if (int8) return put_tile_int8(g, (const float*)panel, sums, t * 8, tile[t].rows, n * kPanel);
+        put_tile(g, sums, t * 16, tile[t].rows, n * kPanel);
+        if (two.value) put_tile(g, sums + 512, t * 16 + 16, tile[t + 1].rows, n * kPanel);
+      };
+      if (count == 1)
+        go(Yes<false>{}, Yes<true>{}, 0);
+      else
+        go(Yes<true>{}, Yes<true>{}, 0);
+      int64_t t = 2;
+      for (; t + 2 <= count; t += 2) go(Yes<true>{}, Yes<false>{}, t);
+      if (t < count) go(Yes<false>{}, Yes<false>{}, t);
+    }
+  }
 }
 
 // Whole tiles are read where they are; a ragged last one, or rows that are no multiple of 32 long, from a zero-padded
@@ -103,11 +149,9 @@ static void gemm_tiles(const Gemm& g, int tid, int nth) {
   const int64_t panels = up(g.n, kPanel) / kPanel;
   const int64_t first = share(panels, tid, nth), last = share(panels, tid + 1, nth);
   if (first == last || !g.m) return;
-  const int64_t kp = up(g.k, 32), kt = kp / 32;
+  const int64_t kp = up(g.k, 32);
   const int64_t from = kp != g.k ? 0 : g.m / 16 * 16;  // rows from here on are copied
   const int64_t padded = up(g.m, 16) - from, count = up(g.m, 16) / 16;
-  // Many rows go over the panel again and again: 18 tiles of k of it are 36 KB and stay in L1. Few rows read it once.
-  const int64_t ranges = count > 2 ? up(kt, 18) / 18 : 1, range = up(kt, ranges) / ranges;
   const size_t tile_bytes = up(count * sizeof(RowTile), 64), acc_bytes = (size_t)up(count, 2) * 512 * 4;
   char* scratch = thread_scratch(tile_bytes + acc_bytes + (size_t)padded * kp * 2);
   RowTile* tile = (RowTile*)scratch;
@@ -119,25 +163,24 @@ static void gemm_tiles(const Gemm& g, int tid, int nth) {
   }
   if (padded) memset(copy + (g.m - from) * kp, 0, (padded - (g.m - from)) * kp * 2);
   for (int64_t t = 0; t < count; t++)
-    tile[t] = RowTile{t * 16 < from ? (const bf16*)g.x + t * 16 * g.k : copy + (t * 16 - from) * kp, kp * 2,
-                      lesser(16, g.m - t * 16)};
+    tile[t] = RowTile{(const char*)(t * 16 < from ? (const bf16*)g.x + t * 16 * g.k : copy + (t * 16 - from) * kp),
+                      kp * 2, lesser(16, g.m - t * 16)};
   finish_stores();
-  for (int64_t n = first; n < last; n++) {
-    const bf16* p = (const bf16*)g.packed + n * kp * kPanel;
-    for (int64_t k0 = 0; k0 < kt; k0 += range) {
-      const int64_t k1 = lesser(k0 + range, kt);
-      const auto go = [&](auto two, auto fetch, int64_t t) {
-        tiles<two.value, fetch.value>(g, p, k0, k1, kt, tile + t, acc + t * 512, t * 16, n * kPanel);
-      };
-      if (count == 1)
-        go(Yes<false>{}, Yes<true>{}, 0);
-      else
-        go(Yes<true>{}, Yes<true>{}, 0);
-      int64_t t = 2;
-      for (; t + 2 <= count; t += 2) go(Yes<true>{}, Yes<false>{}, t);
-      if (t < count) go(Yes<false>{}, Yes<false>{}, t);
-    }
-  }
+  run_panels<false>(g, first, last, kp / 32, tile, count, acc);
+}
+
+static void gemm_int8_tiles(const Gemm& g, int tid, int nth) {
+  const int64_t panels = up(g.n, kPanel) / kPanel;
+  const int64_t first = share(panels, tid, nth), last = share(panels, tid + 1, nth);
+  if (first == last || !g.m) return;
+  const int64_t kp = up(g.k, 64), count = up(g.m, 16) / 16 * 2;
+  const size_t tile_bytes = up(count * sizeof(RowTile), 64);
+  char* scratch = thread_scratch(tile_bytes + (size_t)count * 512 * 4);
+  RowTile* tile = (RowTile*)scratch;
+  for (int64_t t = 0; t < count; t++)
+    tile[t] = RowTile{(const char*)g.x + t % 2 * up(g.m, 16) * kp + t / 2 * 16 * kp, kp, lesser(16, g.m - t / 2 * 16)};
+  finish_stores();
+  run_panels<true>(g, first, last, kp / 64, tile, count, (float*)(scratch + tile_bytes));
 }
 
 // ----------------------------------------------------------------------------------------- attention
@@ -462,6 +505,9 @@ const Kernels* amx_kernels() {
                                 thread_begin,
                                 thread_end,
                                 gemm_tiles,
+                                gemm_int8_tiles,
+                                quantize,
+                                embed_int8,
                                 embed,
                                 rms_norm,
                                 rope,

@@ -6,7 +6,7 @@
 
 namespace spec {
 
-enum Type : int { kBf16 = 0, kF32 = 1 };
+enum Type : int { kBf16 = 0, kF32 = 1, kInt8 = 2 };  // kInt8: of weights only
 
 // y[m, n] = x[m, k] * w[n, k]^T, or y += the same when `accumulate` (both roundings kept: product first, then sum).
 struct Gemm {
@@ -17,6 +17,7 @@ struct Gemm {
   int type;      // of x and the weight
   int out_type;  // of y
   int accumulate;
+  const float* x_scale = nullptr;  // int8 only: one a row; x is then what `quantize` wrote
 };
 
 struct AttentionArgs {
@@ -50,6 +51,7 @@ struct LayerArgs {
 struct DecoderArgs {
   const LayerArgs* layers;
   const void *embed, *norm;  // [vocab, hidden], [hidden]
+  const float* embed_scale;  // [vocab] where embed and all matrices are int8, else null
   const float* rope;         // [positions, dim]
   const int64_t *ids, *positions, *slots;
   void *kv, *out;                  // [layers, 2, pages, kv_heads, page_size, dim], [rows, hidden]
@@ -64,6 +66,11 @@ struct Kernels {
   void (*thread_begin)();
   void (*thread_end)();
   void (*gemm)(const Gemm&, int tid, int nth);
+  void (*gemm_int8)(const Gemm&, int tid, int nth);
+  // rows [rows, k] -> digits and scales (int8.h); a thread takes the same rows as in rms_norm
+  void (*quantize)(const void* x, int8_t* digits, float* scale, int64_t rows, int64_t k, int type, int tid, int nth);
+  void (*embed_int8)(const int64_t* ids, const int8_t* table, const float* scale, void* y, int64_t rows, int64_t dim,
+                     int type, int tid, int nth);
   void (*embed)(const int64_t* ids, const void* table, void* y, int64_t rows, int64_t dim, int type, int tid, int nth);
   void (*rms_norm)(const void* x, const void* w, void* y, int64_t rows, int64_t dim, float eps, int type, int tid,
                    int nth);
@@ -83,7 +90,10 @@ struct Kernels {
 
 constexpr int64_t kSplit = 128;  // S: positions of one split of attention
 constexpr int64_t kPanel = 32;   // outputs of one panel of a packed weight
+constexpr int64_t kInt8Header = 256;
+inline int64_t int8_panel_bytes(int64_t k) { return kInt8Header + (k + 63) / 64 * 64 * kPanel; }
 
+void gemm_int8_vnni(const Gemm&, int tid, int nth);
 const Kernels* plain_kernels();
 const Kernels* avx512_kernels();
 const Kernels* amx_kernels();

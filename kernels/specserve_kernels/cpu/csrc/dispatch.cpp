@@ -3,6 +3,7 @@
 #include <omp.h>
 #include <sched.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
@@ -213,9 +214,24 @@ static void write_rows(const void* k, int64_t k_stride, void* cache, const int64
 
 // ------------------------------------------------------------------------------------------- forward
 
+// Rows brought to the int8 format, for one GEMM at a time.
+struct Quantized {
+  int8_t* digits;
+  float* scale;
+};
+
+static Quantized quantized(int64_t rows, int64_t k) {
+  static thread_local std::vector<char> memory;
+  const size_t digits = (size_t)2 * ceil_div(rows, 16) * 16 * ceil_div(k, 64) * 64;
+  if (memory.size() < digits + rows * 4 + 64) memory.resize(digits + rows * 4 + 64);
+  char* p = (char*)(((uintptr_t)memory.data() + 63) & ~(uintptr_t)63);
+  return Quantized{(int8_t*)p, (float*)(p + digits)};
+}
+
 // Activations of one forward; whole 16-row tiles are read in place by the GEMMs.
 struct Activations {
   char *x, *normed, *qkv, *attended, *gate_up, *inner;
+  Quantized quantized;
 };
 
 static Activations activations(const DecoderArgs& d, const AttentionArgs& a) {
@@ -232,20 +248,32 @@ static Activations activations(const DecoderArgs& d, const AttentionArgs& a) {
     part[i] = p;
     p += (sizes[i] + 63) / 64 * 64;
   }
-  return Activations{part[0], part[1], part[2], part[3], part[4], part[5]};
+  const int64_t widest = std::max({d.hidden, d.inner, a.heads * a.dim});
+  return Activations{part[0], part[1], part[2], part[3], part[4], part[5],
+                     d.embed_scale ? quantized(a.rows, widest) : Quantized{}};
 }
 
 // One layer: the operations that native.py offers one by one, in the same order with the same roundings, so the bits
-// are the same. Each phase shares rows or outputs out; a barrier stands where the next one reads across shares.
+// are the same. Each phase shares rows or outputs out; a barrier stands where the next one reads across shares. In int8
+// the input of a GEMM is quantized first; after a norm a thread has just made the very rows that it quantizes.
 static void layer_forward(const DecoderArgs& d, const LayerArgs& w, AttentionArgs a, AttentionPlan& plan,
                           const Activations& m, Team team) {
   const Kernels* k = team.kernels;
   const int64_t rows = a.rows, q_size = a.heads * a.dim, kv_size = a.kv_heads * a.dim;
+  const bool int8 = d.embed_scale != nullptr;
+  const Quantized& q = m.quantized;
+  const auto quantize = [&](const void* x, int64_t in) {
+    if (int8) k->quantize(x, q.digits, q.scale, rows, in, a.type, team.tid, team.nth);
+  };
   const auto gemm = [&](const void* x, const void* packed, void* y, int64_t out, int64_t in, int accumulate) {
-    k->gemm(Gemm{x, packed, y, rows, out, in, a.type, a.type, accumulate}, team.tid, team.nth);
+    if (int8)
+      k->gemm_int8(Gemm{q.digits, packed, y, rows, out, in, kInt8, a.type, accumulate, q.scale}, team.tid, team.nth);
+    else
+      k->gemm(Gemm{x, packed, y, rows, out, in, a.type, a.type, accumulate}, team.tid, team.nth);
     team.barrier->wait();
   };
   k->rms_norm(m.x, w.attention_norm, m.normed, rows, d.hidden, d.eps, a.type, team.tid, team.nth);
+  quantize(m.normed, d.hidden);
   team.barrier->wait();
   gemm(m.normed, w.qkv, m.qkv, a.q_stride, d.hidden, 0);
   k->rope(m.qkv, d.positions, d.rope, m.qkv, rows, a.heads + a.kv_heads, a.dim, a.q_stride, a.q_stride, a.type,
@@ -257,12 +285,17 @@ static void layer_forward(const DecoderArgs& d, const LayerArgs& w, AttentionArg
   team.barrier->wait();
   run_attention(a, plan, team);
   team.barrier->wait();
+  quantize(m.attended, q_size);
+  if (int8) team.barrier->wait();
   gemm(m.attended, w.output, m.x, d.hidden, q_size, 1);
   k->rms_norm(m.x, w.mlp_norm, m.normed, rows, d.hidden, d.eps, a.type, team.tid, team.nth);
+  quantize(m.normed, d.hidden);
   team.barrier->wait();
   gemm(m.normed, w.gate_up, m.gate_up, 2 * d.inner, d.hidden, 0);
   k->silu_mul(m.gate_up, m.inner, rows, d.inner, a.type, team.tid, team.nth);
   team.barrier->wait();
+  quantize(m.inner, d.inner);
+  if (int8) team.barrier->wait();
   gemm(m.inner, w.down, m.x, d.hidden, d.inner, 1);
 }
 
@@ -270,7 +303,11 @@ static void decoder_forward(const DecoderArgs& d, AttentionArgs a, AttentionPlan
                             Team team) {
   const size_t cache = (size_t)d.pages * a.kv_heads * a.page_size * a.dim * width(a.type);
   const size_t bytes = (size_t)a.rows * d.hidden * width(a.type);
-  team.kernels->embed(d.ids, d.embed, m.x, a.rows, d.hidden, a.type, team.tid, team.nth);
+  if (d.embed_scale)
+    team.kernels->embed_int8(d.ids, (const int8_t*)d.embed, d.embed_scale, m.x, a.rows, d.hidden, a.type, team.tid,
+                             team.nth);
+  else
+    team.kernels->embed(d.ids, d.embed, m.x, a.rows, d.hidden, a.type, team.tid, team.nth);
   a.q = m.qkv;
   a.out = m.attended;
   int64_t feature = 0;
@@ -323,6 +360,7 @@ void spec_huge_pages(void* p, int64_t bytes) {
 
 int64_t spec_packed_bytes(int64_t n, int64_t k, int type) {
   const int64_t rows = ceil_div(n, kPanel) * kPanel;
+  if (type == kInt8) return rows / kPanel * int8_panel_bytes(k);
   return type == kBf16 ? rows * ceil_div(k, 32) * 32 * 2 : rows * k * 4;
 }
 
@@ -348,10 +386,55 @@ void spec_pack(const void* w, void* packed, int64_t n, int64_t k, int type, int 
   }
 }
 
+// w [n, k] int8 with one scale an output -> panels as int8.h reads them
+void spec_pack_int8(const int8_t* w, const float* scale, char* packed, int64_t n, int64_t k, int threads) {
+  const int64_t panels = ceil_div(n, kPanel), stride = int8_panel_bytes(k);
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (int64_t p = 0; p < panels; p++) {
+    char* panel = packed + p * stride;
+    memset(panel, 0, stride);
+    for (int64_t j = 0; j < kPanel && p * kPanel + j < n; j++) {
+      const int8_t* row = w + (p * kPanel + j) * k;
+      int32_t sum = 0;
+      for (int64_t i = 0; i < k; i++) {
+        sum += row[i];
+        panel[kInt8Header + i / 64 * 2048 + j / 16 * 1024 + i % 64 / 4 * 64 + j % 16 * 4 + i % 4] = row[i];
+      }
+      ((float*)panel)[j] = scale[p * kPanel + j];
+      ((int32_t*)panel)[kPanel + j] = -128 * sum;
+    }
+  }
+}
+
 void spec_linear(const Kernels* kernels, const void* x, const void* packed, void* y, int64_t m, int64_t n, int64_t k, int type, int out_type,
                  int threads) {
   const Gemm g{x, packed, y, m, n, k, type, out_type, 0};
   parallel(kernels, threads, [&](Team t) { kernels->gemm(g, t.tid, t.nth); });
+}
+
+// x of `type`; the weight int8
+void spec_linear_int8(const Kernels* kernels, const void* x, const void* packed, void* y, int64_t m, int64_t n,
+                      int64_t k, int type, int out_type, int threads) {
+  const Quantized q = quantized(m, k);
+  const Gemm g{q.digits, packed, y, m, n, k, kInt8, out_type, 0, q.scale};
+  parallel(kernels, threads, [&](Team t) {
+    kernels->quantize(x, q.digits, q.scale, m, k, type, t.tid, t.nth);
+    t.barrier->wait();
+    kernels->gemm_int8(g, t.tid, t.nth);
+  });
+}
+
+// digits and scales as a GEMM would see them, for tests: digits [2, rows up to 16, k up to 64]
+void spec_quantize(const Kernels* kernels, const void* x, int8_t* digits, float* scale, int64_t rows, int64_t k,
+                   int type) {
+  kernels->quantize(x, digits, scale, rows, k, type, 0, 1);
+}
+
+int spec_embed_int8(const Kernels* kernels, const int64_t* ids, const int8_t* table, const float* scale, void* y,
+                    int64_t rows, int64_t vocab, int64_t dim, int type) {
+  const int bad = check_range(ids, rows, vocab, kBadId);
+  if (!bad) kernels->embed_int8(ids, table, scale, y, rows, dim, type, 0, 1);
+  return bad;
 }
 
 int spec_embed(const Kernels* kernels, const int64_t* ids, const void* table, void* y, int64_t rows, int64_t vocab, int64_t dim, int type) {

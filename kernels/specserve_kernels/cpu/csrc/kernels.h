@@ -56,6 +56,14 @@ static inline void put_panel(const Gemm& g, int64_t row, int64_t n0, F lo, F hi)
   }
 }
 
+}  // namespace SPEC_NS
+}  // namespace spec
+
+#include "int8.h"
+
+namespace spec {
+namespace SPEC_NS {
+
 // bf16 panel: [k/32][2 halves][16 pairs of k][16 outputs][2]; x widened, zero up to a multiple of 2
 template <int MR>
 static void panel_bf16(const Gemm& g, const float* x, int64_t ldx, const bf16* p, int64_t row, int64_t n0) {
