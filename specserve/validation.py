@@ -87,10 +87,15 @@ def _list_violations(params: SamplingParams, limits: ModelLimits) -> list[tuple[
             found.append((name, f"has {count} entries; allowed: at most {most}"))
     if any(not word or len(word) > MAX_STOP_STRING_LEN for word in params.bad_words):
         found.append(("bad_words", f"must have 1 to {MAX_STOP_STRING_LEN} characters each"))
+    if params.logprob_token_ids and params.logprobs is None:
+        found.append(("logprob_token_ids", "needs logprobs; set it to 0 to report only these and the drawn token"))
     if params.allowed_token_ids is not None and not params.allowed_token_ids:
         found.append(("allowed_token_ids", "is empty; leave it unset to allow every id"))
-    for name in ("stop_token_ids", "logprob_token_ids", "allowed_token_ids", "logit_bias"):
-        found += _id_violations(name, list(getattr(params, name) or ()), limits.vocab_size)
+    for name in ("stop_token_ids", "logprob_token_ids", "allowed_token_ids"):
+        found += _id_violations(name, getattr(params, name) or (), limits.vocab_size)
+    outside = [i for i in params.logit_bias or {} if not 0 <= i < limits.vocab_size]
+    if outside:
+        found.append((f"logit_bias[{outside[0]}]", f"is no token; allowed: 0 to {limits.vocab_size - 1}"))
     return found
 
 

@@ -73,6 +73,17 @@ def test_an_unknown_drafter_names_the_nearest() -> None:
         ({"stop": ("",)}, "stop"),
         ({"stop": ("a",) * 65}, "stop"),
         ({"stop_token_ids": (100,)}, "stop_token_ids[0]"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty"),
+        ({"presence_penalty": 2.5}, "presence_penalty"),
+        ({"frequency_penalty": float("nan")}, "frequency_penalty"),
+        ({"logit_bias": {3: 101.0}}, "logit_bias[3]"),
+        ({"logit_bias": {100: 1.0}}, "logit_bias[100]"),
+        ({"allowed_token_ids": ()}, "allowed_token_ids"),
+        ({"allowed_token_ids": (5, -1)}, "allowed_token_ids[1]"),
+        ({"bad_words": ("",)}, "bad_words"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"logprobs": 0, "logprob_token_ids": tuple(range(100)) + (0,) * 29}, "logprob_token_ids"),
+        ({"logprob_token_ids": (3,)}, "logprob_token_ids"),
     ],
 )
 def test_each_bad_parameter_is_refused_by_name(params: dict[str, object], field: str) -> None:
