@@ -23,7 +23,7 @@ from specserve.build import Built, build
 from specserve.cli.sim import counting_bar
 from specserve.config import EngineConfig
 from specserve.events import Delta, Failed, Finished
-from specserve.loadgen.workload import read_prompts
+from specserve.prompts import read_prompts
 from specserve.request import Request, SamplingParams, SpeculationParams
 
 AT_ONCE = 8

@@ -18,7 +18,8 @@ from specserve.cli.demo import server
 from specserve.loadgen.drive import drive
 from specserve.loadgen.report import parse_goodput, summarize
 from specserve.loadgen.targets import GrpcTarget, ServerFacts
-from specserve.loadgen.workload import Job, dataset_jobs, poisson, read_prompts
+from specserve.loadgen.workload import Job, dataset_jobs, poisson
+from specserve.prompts import read_prompts
 
 SHOWN = ("completed", "failed", "output_throughput", "request_goodput", "median_ttft_ms", "p99_ttft_ms",
          "median_tpot_ms", "p99_tpot_ms", "spec_decode_acceptance_length")  # fmt: skip

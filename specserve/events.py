@@ -21,7 +21,7 @@ class FinishReason(enum.StrEnum):
 
 @dataclass(slots=True)
 class SpeculationStats:
-    """What drafting did for one choice; definitions in docs/architecture.md (DESIGN 8).
+    """What drafting did for one choice; definitions in docs/architecture.md.
 
     `num_steps` counts steps with a root row, `num_committed_tokens` what those steps committed. Positions are
     depths in the draft tree; a tree may draft several nodes at one depth.

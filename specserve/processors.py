@@ -1,4 +1,4 @@
-"""Logit processors: what changes the logits of a row before temperature and truncation (DESIGN 2, first half).
+"""Logit processors: what changes the logits of a row before temperature and truncation (docs/exactness.md).
 
 Order: bias, bans (allowed ids, bad words, min_tokens, grammar), then penalties. What depends on the prefix counts the
 prompt, the answer so far and the draft tokens on the row's own path, and nothing else: a `History` follows the

@@ -9,13 +9,10 @@ numerics a near-tie may flip.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from specserve.build import Built
-from specserve.errors import ConfigError
 from specserve.events import Delta, Event, Failed, Finished, SpeculationStats, Token
 from specserve.request import Request, SamplingParams, SpeculationParams
 
@@ -105,33 +102,6 @@ class Proof:
         steps = sum(comparison.speculation.num_steps for comparison in self.comparisons)
         committed = sum(comparison.speculation.num_committed_tokens for comparison in self.comparisons)
         return committed / steps if steps else 1.0
-
-
-def read_prompts(path: Path) -> list[str]:
-    """Prompts of a JSONL file: the first of `turns` (as in Spec-Bench), or `prompt`.
-
-    Raises:
-        ConfigError: the file cannot be read, or a line holds neither; names the line.
-    """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"dataset {path} cannot be read: {error}") from error
-    prompts = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-            prompt = record["turns"][0] if "turns" in record else record["prompt"]
-        except (ValueError, LookupError, TypeError):
-            prompt = None
-        if not isinstance(prompt, str) or not prompt:
-            raise ConfigError(f"dataset {path}, line {number}: no JSON object with a `prompt` or with `turns`")
-        prompts.append(prompt)
-    if not prompts:
-        raise ConfigError(f"dataset {path} holds no prompts")
-    return prompts
 
 
 @dataclass(slots=True, eq=False)

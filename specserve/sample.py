@@ -1,4 +1,4 @@
-"""Drawing tokens: processed logits, truncation, Gumbel noise, argmax (DESIGN 2). One row, one thread, fixed order.
+"""Drawing tokens: processed logits, truncation, Gumbel noise, argmax. One row, one thread, fixed order.
 
 The token of draw index i is argmax(processed / T + G) over what truncation left, with G keyed by (seed, choice, i).
 Order is stable everywhere (logit descending, id ascending) and ties go to the lowest id. Each row is worked on alone

@@ -17,7 +17,7 @@ from specserve.pages import Move, PagePool
 from specserve.prefix import PrefixIndex
 from specserve.request import Sequence
 
-# room that one drafting row may borrow: a root and 64 nodes (DESIGN 4, hop 3)
+# room that one drafting row may borrow: a root and 64 nodes
 DRAFT_RESERVE_SLOTS = 65
 DRAFT_RESERVE_SHARE = 0.05
 

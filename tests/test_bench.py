@@ -32,6 +32,7 @@ from specserve.loadgen import drive, plot, report, targets, workload
 from specserve.loadgen.drive import Run
 from specserve.loadgen.targets import Counters, GrpcTarget, OpenAiTarget, Outcome, ServerFacts
 from specserve.loadgen.workload import Job
+from specserve.prompts import read_prompts
 from specserve.provenance import provenance
 
 BENCH = Path(__file__).resolve().parents[1] / "bench"
@@ -215,7 +216,7 @@ def test_jobs_are_cut_to_the_server() -> None:
 
 
 def test_our_prompts() -> None:
-    prompts = workload.read_prompts(BENCH / "prompts.jsonl")
+    prompts = read_prompts(BENCH / "prompts.jsonl")
     assert {category for category, _ in prompts} == CATEGORIES
     assert all(sum(category == name for category, _ in prompts) == 8 for name in CATEGORIES)
     assert len({text for _, text in prompts}) == len(prompts) == 48
@@ -224,11 +225,11 @@ def test_our_prompts() -> None:
 def test_a_dataset_in_spec_bench_s_form(tmp_path: Path) -> None:
     path = tmp_path / "set.jsonl"
     path.write_text('{"question_id": 1, "category": "math", "turns": ["a", "b"]}\n\n{"prompt": "c"}\n')
-    assert workload.read_prompts(path) == [("math", "a"), ("all", "c")]
+    assert read_prompts(path) == [("math", "a"), ("all", "c")]
     assert [job.prompt for job in workload.dataset_jobs(["a", "c"], 3, 5)] == ["a", "c", "a"]
     path.write_text('{"turns": []}')
     with pytest.raises(ConfigError, match="line 1"):
-        workload.read_prompts(path)
+        read_prompts(path)
 
 
 # -- driving -------------------------------------------------------------------------------------------------------

@@ -17,7 +17,8 @@ from specserve import engine
 from specserve.cli import app
 from specserve.errors import ConfigError
 from specserve.events import SpeculationStats
-from specserve.proof import PROMPTS, TIE_MARGIN, Comparison, Divergence, Proof, read_prompts
+from specserve.prompts import read_prompts
+from specserve.proof import PROMPTS, TIE_MARGIN, Comparison, Divergence, Proof
 from specserve.proposal import DraftTree
 from specserve.verify import walk
 

@@ -1,7 +1,7 @@
 """The operations that a forward pass is made of, as one protocol that every backend implements.
 
 A backend is a module (`reference`, `cpu.torch_ops`, `cpu.native`, later `triton`) with these functions. All follow
-the exactness rule (DESIGN 2): the values of a row are a function of that row's inputs alone, never of how many
+the exactness rule (docs/exactness.md): the values of a row are a function of that row's inputs alone, never of how many
 rows there are or what they hold. Shapes are in brackets; `rows` is the number of new tokens of a step.
 """
 
@@ -49,7 +49,7 @@ class AttentionRows:
 
 
 class FusedSampler(Protocol):
-    """Truncation, noise and argmax of all rows in one call; the draw of DESIGN 2, as in specserve/sample.py."""
+    """Truncation, noise and argmax of all rows in one call, as specserve/sample.py defines them."""
 
     def __call__(
         self,

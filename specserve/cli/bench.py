@@ -14,6 +14,7 @@ import typer
 from specserve.cli import options
 from specserve.cli.sim import counting_bar
 from specserve.errors import ConfigError, EngineFault
+from specserve.prompts import read_prompts
 
 if TYPE_CHECKING:
     from specserve.loadgen.drive import Run
@@ -70,7 +71,7 @@ class Workload:
             rows = workload.read_trace(self.trace, self.num_prompts)
             jobs = workload.trace_jobs(rows, vocab_size, self.seed, self.trace_speed)
         elif self.dataset is not None:
-            prompts = [prompt for _, prompt in workload.read_prompts(self.dataset)]
+            prompts = [prompt for _, prompt in read_prompts(self.dataset)]
             jobs = workload.dataset_jobs(prompts, self.num_prompts, self.output_len)
         else:
             jobs = workload.random_jobs(self.num_prompts, self.input_len, self.output_len, vocab_size, self.seed)

@@ -48,9 +48,10 @@ def verify(
         model=model, speculation=speculation, dtype=dtype, max_model_len=max_model_len, page_size=block_size,
         kv_cache_gib=kv_cache_gib, threads=threads, kernels=kernels,
     )  # fmt: skip
-    from specserve.proof import PROMPTS, prove, read_prompts
+    from specserve.prompts import read_prompts
+    from specserve.proof import PROMPTS, prove
 
-    prompts = (PROMPTS if dataset is None else read_prompts(dataset))[:limit]
+    prompts = (PROMPTS if dataset is None else [prompt for _, prompt in read_prompts(dataset)])[:limit]
     with counting_bar("comparisons", 4 * len(prompts)) as progress:
         proof = prove(
             built, prompts, drafter=drafter, num_draft_tokens=num_draft_tokens, max_tokens=max_tokens, seed=seed,

@@ -278,7 +278,7 @@ def _build_layer(prefix: str, tensors: dict[str, Tensor], pack: Callable[[Tensor
 
 
 class Decoder:
-    """A Llama decoder on one backend. Rows are computed independently of each other (DESIGN 2)."""
+    """A Llama decoder on one backend. Rows are computed independently of each other (docs/exactness.md)."""
 
     def __init__(
         self, config: DecoderConfig, tensors: dict[str, Tensor], ops: Ops, quantization: str | None = None

@@ -188,7 +188,7 @@ BAD_FIELDS = [
     ("sampling.allowed_token_ids[1]", _sampling(allowed_token_ids=[1, 1000])),
     ("sampling.bad_words", _sampling(bad_words=["a", ""])),
     ("sampling.bad_words", _sampling(bad_words=["a"] * 257)),
-    ("sampling.logprob_token_ids[0]", _sampling(logprob_token_ids=[1000])),
+    ("sampling.logprob_token_ids[0]", _sampling(logprobs=0, logprob_token_ids=[1000])),
     ("sampling.prompt_logprobs", _sampling(prompt_logprobs=-1)),
     ("sampling.json_schema", _sampling(json_schema="")),
     ("sampling.regex", _sampling(regex="x" * 70_000)),

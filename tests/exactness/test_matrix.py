@@ -32,7 +32,11 @@ from harness import EngineHarness, Run
 
 from specserve.request import Request
 
-FORMATS = {"fp32": {"dtype": "float32"}, "bf16": {"dtype": "bfloat16"}, "int8": {"quantization": "int8"}}
+FORMATS = {
+    "fp32": {"dtype": "float32"},
+    "bf16": {"dtype": "bfloat16"},
+    "int8": {"dtype": "bfloat16", "quantization": "int8"},
+}
 
 
 class Cell(NamedTuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -167,6 +168,96 @@ def test_sample(ops: native.NativeOps, vocab_size: int, spread: float) -> None:
     noise = ops.noise(seed, index, choice, 0, vocab_size)
     expected = [expected_token(logits[i].numpy(), noise[i].numpy(), *settings[i]) for i in range(n)]
     assert got.tolist() == expected
+
+
+LOGITS: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
+    "normal": lambda rng, vocab: rng.normal(0, 1, vocab),
+    "peaked": lambda rng, vocab: rng.normal(0, 4, vocab),
+    "one_peak": lambda rng, vocab: np.where(np.arange(vocab) == vocab // 3, 30.0, rng.normal(0, 1, vocab)),
+    "flat": lambda rng, vocab: np.full(vocab, -3.25),
+    "ties": lambda rng, vocab: np.round(rng.normal(0, 2, vocab)),
+    "zeros": lambda rng, vocab: np.where(rng.random(vocab) < 0.5, 0.0, -0.0),
+    "adjacent": lambda rng, vocab: np.float32(3) + rng.integers(0, 4, vocab) * np.float32(2.4e-7),
+    "banned": lambda rng, vocab: np.where(np.arange(vocab) % 3 > rng.integers(0, 2), -np.inf, rng.normal(0, 3, vocab)),
+    "few_equal": lambda rng, vocab: np.where(rng.permutation(vocab) < 8, 7.0, -np.inf),
+    "one_left": lambda rng, vocab: np.where(np.arange(vocab) == vocab // 2, -7.0, -np.inf),
+    "sorted": lambda rng, vocab: -np.sort(rng.normal(0, 2, vocab)),
+    "large": lambda rng, vocab: rng.normal(0, 3e4, vocab),
+    "huge": lambda rng, vocab: rng.normal(0, 1e30, vocab),
+}
+
+
+def sampling_case(kind: str, vocab_size: int, rows: int) -> tuple[Tensor, ...]:
+    """Logits and random parameters, `sample`'s arguments."""
+    rng = np.random.default_rng([vocab_size, len(kind), ord(kind[0])])
+    counts = [0, 0, 0, 1, 2, 5, 50, 1023, 1024, 1025, vocab_size - 1, vocab_size]
+    return (
+        torch.from_numpy(np.stack([LOGITS[kind](rng, vocab_size) for _ in range(rows)]).astype(np.float32)),
+        torch.from_numpy(rng.choice([0.0, 0.3, 0.8, 1.0, 1.0, 2.5, 100.0], rows).astype(np.float32)),
+        torch.from_numpy(rng.choice(counts, rows).astype(np.int32)),
+        torch.from_numpy(rng.choice([1.0, 1.0, 0.999, 0.95, 0.9, 0.75, 0.5, 0.25, 0.1, 1e-6], rows)),
+        torch.from_numpy(rng.choice([0.0, 0.0, 1e-4, 0.05, 0.5, 1.0], rows)),
+        torch.from_numpy(rng.integers(-(1 << 63), 1 << 63, rows)),
+        torch.from_numpy(rng.integers(0, 1 << 20, rows)),
+        torch.from_numpy(rng.integers(0, 3, rows)),
+    )
+
+
+@pytest.mark.parametrize("vocab_size", [3, 17, 1000, 5003, 49_152, 128_256])
+@pytest.mark.parametrize("kind", LOGITS)
+def test_sample_is_the_argmax_over_all_survivors(
+    best: native.NativeOps, kind: str, vocab_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same ids as scoring every id, on every instruction set, and whatever shares the call or does the work."""
+    rows = 40 if vocab_size < 10_000 else 10
+    case = sampling_case(kind, vocab_size, rows)
+    logits, temperature, top_k, top_p, min_p, *key = case
+    alone = [best.sample(*(column[i : i + 1] for column in case)).item() for i in range(rows)]
+    before = torch.get_num_threads()
+    for limit in native.ISAS[: native.ISAS.index(best.isa) + 1]:
+        ops = load(limit, monkeypatch)
+        try:
+            for threads in (1, 3):
+                torch.set_num_threads(threads)
+                assert ops.sample(*case).tolist() == alone
+        finally:
+            torch.set_num_threads(before)
+    noise = best.noise(*key, 0, vocab_size).numpy()
+    parameters = [column.tolist() for column in (temperature, top_k, top_p, min_p)]
+    for i, row in enumerate(zip(*parameters, strict=True)):
+        assert alone[i] == expected_token(logits[i].numpy(), noise[i], *row), f"row {i}: {row}"
+
+
+def test_sample_survives_rows_without_sense(ops: native.NativeOps) -> None:
+    """NaN, infinite or wholly excluded rows draw some id, and their neighbours draw theirs."""
+    case = sampling_case("normal", 2000, 40)
+    expected = ops.sample(*case)
+    logits = case[0].clone()
+    logits[0::8] = float("nan")
+    logits[1::8] = float("-inf")
+    logits[2::8, 3::5] = float("inf")
+    logits[3::8, ::2] = float("nan")
+    got = ops.sample(logits, *case[1:])
+    assert ((got >= 0) & (got < 2000)).all()
+    sane = torch.arange(40) % 8 > 3
+    assert torch.equal(got[sane], expected[sane])
+
+
+def test_sample_draws_in_proportion(best: native.NativeOps) -> None:
+    """Frequencies over draw indices are the truncated softmax: 40,000 draws, each id within 5 standard deviations."""
+    n, probabilities = 40_000, np.array([0.4, 0.25, 0.15, 0.1, 0.06, 0.04])
+    logits = torch.full((1, 70), float("-inf"))
+    logits[0, 10:70:10] = torch.from_numpy(np.log(probabilities)).float()
+    for top_k, top_p, left in ((0, 1.0, 6), (0, 0.75, 3), (4, 1.0, 4), (5, 0.8, 3)):
+        ids = best.sample(
+            logits.repeat(n, 1), torch.ones(n), torch.full((n,), top_k, dtype=torch.int32),
+            torch.full((n,), top_p, dtype=torch.float64), torch.zeros(n, dtype=torch.float64),
+            torch.full((n,), 77), torch.arange(n), torch.zeros(n, dtype=torch.int64),
+        )  # fmt: skip
+        expected = probabilities[:left] / probabilities[:left].sum()
+        counts = np.bincount(ids.numpy(), minlength=70)[10:70:10]
+        assert counts.sum() == n
+        assert (np.abs(counts[:left] - n * expected) < 5 * np.sqrt(n * expected * (1 - expected))).all()
 
 
 @dataclass(frozen=True)

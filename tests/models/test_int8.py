@@ -19,8 +19,8 @@ from specserve.tokenizer import Tokenizer
 TEXT = """
 The ferry to the island left twice a day in summer and once, if the weather allowed it, in winter. Anna had taken it so
 often that she no longer watched the coast grow small behind the boat. She sat below, next to the engine room, where it
-was warm and smelled of coffee and diesel, and read the letters that people had asked her to carry. They were not sealed.
-Nobody on the island sealed a letter, because sealing it would have meant that there was something in it worth hiding,
+was warm and smelled of coffee and diesel, and read the letters that people had asked her to carry. They were not
+sealed. Nobody on the island sealed a letter, because that would have meant that there was something in it worth hiding,
 and then everybody would have wanted to know what it was.
 
 Her job was to look after the lighthouse, or rather after the machine that looked after the lighthouse. Forty years ago

@@ -32,6 +32,7 @@ TABLE: dict[str, frozenset[str]] = {
     "engine": PURE_ROWS | {"batch", "processors", "sample", "verify", "commit", "metrics", "trace", "grammar"},
     "v1": frozenset(),
     "provenance": frozenset(),
+    "prompts": PURE_ROWS,
     "loadgen": PURE_ROWS | {"v1", "metrics"},
 }
 TABLE["build"] = PURE_ROWS | {*TABLE, TORCH} - {"v1", "loadgen", "provenance"}

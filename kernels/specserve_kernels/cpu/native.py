@@ -247,7 +247,7 @@ class NativeOps:
         draw_index: Tensor,
         choice: Tensor,
     ) -> Tensor:
-        """One id per row of processed logits, fp32 [n, vocab] → int64 [n], as DESIGN 2 defines the draw.
+        """One id per row of processed logits, fp32 [n, vocab] → int64 [n], as specserve/sample.py defines the draw.
 
         `temperature` fp32 [n], `top_k` int32 [n] (≤ 0: off), `top_p` and `min_p` fp64 [n] (≥ 1 and ≤ 0: off; fp64
         because Python's numbers are, and 0.9 in fp32 can end the prefix one id earlier), keys int64 [n].

@@ -94,7 +94,7 @@ def linear(x: Tensor, weight: LinearWeight, out_dtype: torch.dtype | None = None
     if weight.scale is not None:
         high, low, scales = quantize_activations(x)
         sums = _integer_product(torch.cat((high, low)), weight.raw)
-        return rescale(*sums.split(x.shape[0]), scales, weight.scale, out_dtype or x.dtype)
+        return rescale(sums[: x.shape[0]], sums[x.shape[0] :], scales, weight.scale, out_dtype or x.dtype)
     out = torch.empty(x.shape[0], weight.raw.shape[0], dtype=out_dtype or x.dtype)
     packed: _TileWeight = weight.packed
     for start, count in _tiles(x.shape[0]):

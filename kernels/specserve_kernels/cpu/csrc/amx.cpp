@@ -517,8 +517,7 @@ const Kernels* amx_kernels() {
                                 attention_merge_tiles,
                                 attention_store_tiles,
                                 noise,
-                                weights,
-                                draw};
+                                sampler};
   return &table;
 }
 }  // namespace spec

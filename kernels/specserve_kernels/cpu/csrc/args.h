@@ -61,6 +61,29 @@ struct DecoderArgs {
   float eps;
 };
 
+// What noise is a function of, besides the token id.
+struct NoiseKey {
+  int64_t seed, draw, choice, purpose;
+};
+
+// A place in the stable order of a row (logit descending, id ascending): just before this logit with this id.
+struct Cut {
+  float logit;
+  int64_t id;
+};
+
+// The passes of a draw over one row of logits (sample_vec.h).
+struct Sampler {
+  float (*peak)(const float* logits, int64_t n, int64_t fold, float* groups);
+  int64_t (*collect)(const float* logits, int64_t n, float bound, int64_t limit, int32_t* ids);
+  void (*weights)(const float* logits, int64_t n, float temperature, float top, double* weight);
+  void (*mass)(const float* logits, int64_t n, float temperature, float top, const Cut cut[2], double sum[2]);
+  double (*rough_mass)(const float* logits, int64_t n, float temperature, float top, const Cut cut[2], double sum[2]);
+  int64_t (*draw)(const float* logits, int64_t n, float temperature, float top, int64_t best_id, const Cut& cut,
+                  double min_p, const NoiseKey& key);
+  int64_t (*draw_list)(const int32_t* ids, const float* logits, int64_t n, float temperature, const NoiseKey& key);
+};
+
 struct Kernels {
   const char* name;
   void (*thread_begin)();
@@ -83,9 +106,7 @@ struct Kernels {
   void (*attention_merge)(const AttentionArgs&, const Block&, float* state, const Partial&, bool first);
   void (*attention_store)(const AttentionArgs&, const Block&, int64_t kv_head, const float* state);
   void (*noise)(int64_t seed, int64_t draw, int64_t choice, int64_t purpose, int64_t vocab, float* out);
-  // exp(scaled[i] - top) in fp64 -> weight; their sum in one fixed order
-  double (*weights)(const float* scaled, int64_t n, float top, double* weight);
-  int64_t (*draw)(const float* scaled, int64_t vocab, int64_t seed, int64_t draw, int64_t choice, int64_t purpose);
+  Sampler sampler;
 };
 
 constexpr int64_t kSplit = 128;  // S: positions of one split of attention

@@ -22,8 +22,7 @@ const Kernels* avx512_kernels() {
                                 attention_merge_generic,
                                 attention_store_generic,
                                 noise,
-                                weights,
-                                draw};
+                                sampler};
   return &table;
 }
 }  // namespace spec

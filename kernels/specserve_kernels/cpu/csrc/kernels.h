@@ -6,12 +6,12 @@
 #include <cstdlib>
 
 #include "args.h"
+#include "sample_vec.h"
 #include "vec.h"
 
 namespace spec {
 namespace SPEC_NS {
 
-static inline int64_t lesser(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t up(int64_t a, int64_t b) { return (a + b - 1) / b * b; }
 static inline int64_t share(int64_t n, int t, int nth) { return n * t / nth; }
 
@@ -415,110 +415,6 @@ static void attention_store_generic(const AttentionArgs& a, const Block& b, int6
     attention_store_typed<bf16>(a, b, kv_head, state);
   else
     attention_store_typed<float>(a, b, kv_head, state);
-}
-
-// --------------------------------------------------------------------------------------------- noise
-
-// Philox4x32-10 for 8 consecutive counters; word[w] lane i belongs to counter first + i
-static inline void philox8(int64_t first, int64_t seed, int64_t draw, int64_t choice, int64_t purpose, UL word[4]) {
-  const UL low = UL{} + 0xffffffffull;
-  UL c0 = (UL{0, 1, 2, 3, 4, 5, 6, 7} + (uint64_t)first) & low;
-  UL c1 = UL{} + (uint32_t)draw, c2 = UL{} + (uint32_t)choice, c3 = UL{} + (uint32_t)purpose;
-  uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)((uint64_t)seed >> 32);
-  for (int round = 0; round < 10; round++) {
-    const UL p0 = c0 * 0xD2511F53ull, p1 = c2 * 0xCD9E8D57ull;
-    const UL n0 = (p1 >> 32) ^ c1 ^ (uint64_t)k0, n2 = (p0 >> 32) ^ c3 ^ (uint64_t)k1;
-    c1 = p1 & low;
-    c3 = p0 & low;
-    c0 = n0;
-    c2 = n2;
-    k0 += 0x9E3779B9u;
-    k1 += 0xBB67AE85u;
-  }
-  word[0] = c0;
-  word[1] = c1;
-  word[2] = c2;
-  word[3] = c3;
-}
-
-typedef float F8 __attribute__((vector_size(32)));
-
-static inline F8 gumbel8(UL word) {
-  const D u = (__builtin_convertvector((L)word, D) + 0.5) * 0x1p-32;
-  return __builtin_convertvector(-vlog(-vlog(u)), F8);
-}
-
-static void noise(int64_t seed, int64_t draw, int64_t choice, int64_t purpose, int64_t vocab, float* out) {
-  for (int64_t id = 0; id < vocab; id += 32) {
-    UL word[4];
-    philox8(id / 4, seed, draw, choice, purpose, word);
-    float g[32];
-    for (int w = 0; w < 4; w++) {
-      const F8 v = gumbel8(word[w]);
-      for (int i = 0; i < 8; i++) g[4 * i + w] = v[i];
-    }
-    memcpy(out + id, g, 4 * (size_t)lesser(32, vocab - id));
-  }
-}
-
-static double weights(const float* scaled, int64_t n, float top, double* weight) {
-  D sum = D{};
-  for (int64_t i = 0; i < n; i += 8) {
-    const int64_t m = lesser(8, n - i);
-    D x = D{} - INFINITY;
-    for (int64_t j = 0; j < m; j++) x[j] = (double)scaled[i + j] - (double)top;
-    const D w = vexp64(x);
-    sum += w;
-    memcpy(weight + i, &w, 8 * (size_t)m);
-  }
-  return ((sum[0] + sum[4]) + (sum[2] + sum[6])) + ((sum[1] + sum[5]) + (sum[3] + sum[7]));
-}
-
-// argmax over ids of fp32(scaled + G), ties to the lowest id, with G computed only where it could win.
-// G <= 22.9, and rounding is monotone: a block whose maximum + 23 is below the best cannot hold it. Beyond that
-// G >= d needs -log u <= exp(-d), and 1 - u <= -log u: a word too far below 2^32 is passed over. The slack covers the
-// roundings of the test and of the score.
-static int64_t draw(const float* scaled, int64_t vocab, int64_t seed, int64_t index, int64_t choice,
-                    int64_t purpose) {
-  int64_t best_id = 0;
-  for (int64_t id = 1; id < vocab; id++)
-    if (scaled[id] > scaled[best_id]) best_id = id;
-  UL word[4];
-  philox8(best_id / 4, seed, index, choice, purpose, word);
-  float best = scaled[best_id] + gumbel8(UL{} + word[best_id % 4][0])[0];
-  for (int64_t first = 0; first < vocab; first += 32) {
-    float s[32];
-    const int64_t n = lesser(32, vocab - first);
-    memcpy(s, scaled + first, 4 * (size_t)n);
-    for (int64_t i = n; i < 32; i++) s[i] = -INFINITY;
-    const F s0 = load(s), s1 = load(s + 16);
-    const F far = vmax(s0, s1) + 23.0f;
-    const I reach = far >= best;
-    bool any = false;
-    for (int i = 0; i < 16; i++) any |= reach[i] != 0;
-    if (!any) continue;
-    philox8(first / 4, seed, index, choice, purpose, word);
-    uint32_t w[32];
-    for (int j = 0; j < 4; j++)
-      for (int i = 0; i < 8; i++) w[4 * i + j] = (uint32_t)word[j][i];
-    for (int half = 0; half < 2; half++) {
-      U u;
-      memcpy(&u, w + 16 * half, 64);
-      const F v = (__builtin_convertvector(~u, F) + 1.0f) * 0x1p-32f;  // about 1 - u
-      const F d = best - (half ? s1 : s0) - (1e-3f + fabsf(best) * 2.4e-7f);
-      const I pass = v <= vexp(-d) * 1.0001f;
-      for (int i = 0; i < 16; i++) {
-        if (!pass[i]) continue;
-        const int64_t id = first + 16 * half + i;
-        const float score = s[16 * half + i] + gumbel8(UL{} + (uint64_t)u[i])[0];
-        if (score > best || (score == best && id < best_id)) {
-          best = score;
-          best_id = id;
-        }
-      }
-    }
-  }
-  return best_id;
 }
 
 [[maybe_unused]] static void thread_nothing() {}

@@ -21,8 +21,7 @@ const Kernels* plain_kernels() {
                                 attention_merge_generic,
                                 attention_store_generic,
                                 noise,
-                                weights,
-                                draw};
+                                sampler};
   return &table;
 }
 }  // namespace spec
