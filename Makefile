@@ -66,6 +66,15 @@ exactness: setup ## the whole matrix: on = off, id for id, in every environment 
 	done
 	ATEN_CPU_CAPABILITY=avx2 $(PYTEST) tests/kernels/test_row_invariance.py
 
+sim: setup ## the engine under scripted faults with a hash for a model, about a minute, e.g. make sim ARGS='--steps 1e6'
+	OMP_NUM_THREADS=1 $(PY) -m specserve.cli sim --seed 1 --steps 25000 $(ARGS)
+
+bench: setup ## measure steps, latency and serving, about ten minutes on an idle machine; writes bench/results
+	$(PY) bench/step.py --seconds 2
+	$(PY) bench/latency.py --per-category 2
+	$(PY) bench/serve.py
+	$(PY) bench/summary.py
+
 proto: setup ## regenerate specserve/v1 from proto/
 	@test -n "$(PROTOS)" || { echo "no .proto file in proto/specserve/v1" >&2; exit 1; }
 	@$(PROTOC) --python_out=. --pyi_out=. --grpc_python_out=.

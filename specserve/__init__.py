@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from specserve.config import EngineConfig, SpeculationConfig
+    from specserve.constraint import GrammarSpec
     from specserve.errors import SpecserveError
     from specserve.llm import LLM, CompletionOutput, RequestOutput
     from specserve.request import SamplingParams, SpeculationParams
@@ -19,6 +20,7 @@ __all__ = [
     "LLM",
     "CompletionOutput",
     "EngineConfig",
+    "GrammarSpec",
     "RequestOutput",
     "SamplingParams",
     "SpecserveError",
@@ -31,6 +33,7 @@ _HOME = {
     "CompletionOutput": "llm",
     "RequestOutput": "llm",
     "EngineConfig": "config",
+    "GrammarSpec": "constraint",
     "SpeculationConfig": "config",
     "SpecserveError": "errors",
     "SamplingParams": "request",

@@ -236,7 +236,7 @@ class Engine:
         result = self._runner.forward(step)
         drawn = self._draw(step, result, masks)
         metrics = self.metrics
-        metrics.num_steps += 1
+        metrics.num_forwards += 1
         metrics.num_rows += step.num_rows
         metrics.max_rows_in_step = max(metrics.max_rows_in_step, step.num_rows)
         metrics.num_copied_slots += len(plan.copies)
@@ -437,6 +437,7 @@ class Engine:
     def _commit_fork(self, active: _Active, span: Span, result: ForwardResult, drawn: _Drawn) -> None:
         """The prompt of n choices is done: siblings share its pages, each starts from its own draw."""
         first = span.sequence
+        logprobs = self._logprobs(drawn, range(first.num_siblings + 1), result)
         self._commit_rows(first, span.num_pending, ())
         self.metrics.num_prompt_tokens += span.num_pending
         choices = [first]
@@ -455,8 +456,8 @@ class Engine:
             choices.append(sibling)
         first.num_siblings = 0
         for i, (sequence, token_id) in enumerate(zip(choices, drawn.ids, strict=True)):
-            draws = drawn.draws[i : i + 1]
-            self._emit(active, sequence, self._cut(sequence, [token_id]), draws, result, num_drafted=0)
+            told = None if logprobs is None else logprobs[i : i + 1]
+            self._emit(active, sequence, self._cut(sequence, [token_id]), told, num_drafted=0)
 
     def _commit_run(
         self, active: _Active, span: Span, path: tuple[int, ...], result: ForwardResult, drawn: _Drawn
@@ -465,6 +466,7 @@ class Engine:
         sequence = span.sequence
         is_root = span.num_pending == 1 and sequence.has_token
         rows = [0, *(1 + node for node in path)]
+        logprobs = self._logprobs(drawn, rows, result)
         kept = self._cut(sequence, [drawn.ids[row] for row in rows])
         path = path[: len(kept.token_ids)]
         self._commit_rows(sequence, span.num_pending, path)
@@ -474,8 +476,7 @@ class Engine:
             count_step(self.metrics.speculation, depths, len(path), len(kept.token_ids))
         else:
             self.metrics.num_prompt_tokens += span.num_pending
-        draws = [drawn.draws[row] for row in rows] if drawn.draws else []
-        self._emit(active, sequence, kept, draws, result, num_drafted=len(path))
+        self._emit(active, sequence, kept, logprobs, num_drafted=len(path))
         if sequence in self._drafting:
             self._observe(sequence, StepResult(tree=span.tree, path=path, tokens=kept.token_ids))
 
@@ -491,13 +492,18 @@ class Engine:
 
     # ---- telling
 
+    def _logprobs(self, drawn: _Drawn, rows: SequenceOf[int], result: ForwardResult) -> list[TokenLogprobs] | None:
+        """Of the ids drawn at these rows; asked for before anything is appended, since a draw's history is live."""
+        if not drawn.draws or drawn.draws[0].params.logprobs is None:
+            return None
+        return [token_logprobs(result.logits, drawn.draws[row], drawn.ids[row]) for row in rows]
+
     def _emit(
         self,
         active: _Active,
         sequence: Sequence,
         kept: Cut,
-        draws: SequenceOf[Draw],
-        result: ForwardResult,
+        logprobs: SequenceOf[TokenLogprobs] | None,
         num_drafted: int,
     ) -> None:
         """Append the kept tokens, publish full pages, and turn the cut into events."""
@@ -511,9 +517,6 @@ class Engine:
         if not active.started:
             active.started = True
             self._events.append(commit.started(choice, self.config.numerics, active.prompt_logprobs))
-        logprobs = None
-        if sequence.request.params.logprobs is not None:
-            logprobs = [token_logprobs(result.logits, *pair) for pair in zip(draws, kept.token_ids, strict=False)]
         self._events.append(commit.delta(choice, kept, num_drafted, logprobs, now))
         if kept.reason is not None:
             self._finish(active, choice, kept, now)

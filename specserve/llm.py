@@ -44,13 +44,23 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOutput:
-    """All choices of one prompt, in order; `metrics` are choice 0's."""
+    """All choices of one prompt, in order; `metrics` are choice 0's.
+
+    Of several prompts one may fail: its `error` is set then, asking for its `outputs` raises it, and the others stand.
+    """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
-    seed: int
-    outputs: tuple[CompletionOutput, ...]
+    seed: int | None
+    choices: tuple[CompletionOutput, ...] = ()
+    error: Exception | None = None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+
+    @property
+    def outputs(self) -> tuple[CompletionOutput, ...]:
+        if self.error is not None:
+            raise self.error
+        return self.choices
 
     @property
     def metrics(self) -> OutputMetrics:
@@ -79,15 +89,14 @@ class _Collector:
                 self.error = event.error
 
     def output(self) -> RequestOutput:
-        if self.error is not None:
-            raise self.error
-        assert self.started is not None
+        started, request = self.started, self.request
         return RequestOutput(
-            request_id=self.request.request_id,
-            prompt_token_ids=self.request.prompt_token_ids,
-            seed=self.started.seed,
-            outputs=tuple(self._choice(index) for index in sorted(self.finished)),
-            prompt_logprobs=self.started.prompt_logprobs,
+            request_id=request.request_id,
+            prompt_token_ids=request.prompt_token_ids,
+            seed=request.params.seed if started is None else started.seed,
+            choices=() if self.error else tuple(self._choice(index) for index in sorted(self.finished)),
+            error=self.error,
+            prompt_logprobs=None if started is None else started.prompt_logprobs,
         )
 
     def _choice(self, index: int) -> CompletionOutput:

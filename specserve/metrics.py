@@ -11,7 +11,7 @@ from specserve.events import SpeculationStats
 class EngineMetrics:
     """Totals since start, cut at the same token as the answers."""
 
-    num_steps: int = 0
+    num_forwards: int = 0
     num_rows: int = 0
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0

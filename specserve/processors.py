@@ -101,12 +101,12 @@ class History:
         self._counted = len(self._token_ids)
 
     def _bad_word_ends(self, path: Sequence[int]) -> list[int]:
-        """Last ids of bad words whose other ids are the end of the prefix."""
+        """Last ids of bad words whose other ids are the end of the answer so far."""
         words = self._request.bad_word_ids
         if not words:
             return []
         reach = max(map(len, words)) - 1
-        tail = [*self._token_ids[max(len(self._token_ids) - reach, 0) :], *path]
+        tail = [*self._token_ids[max(len(self._token_ids) - reach, self._prompt_len) :], *path]
         return [word[-1] for word in words if tuple(tail[len(tail) - len(word) + 1 :]) == word[:-1]]
 
     def _penalise(self, out: Floats, params: SamplingParams, path: Sequence[int]) -> None:

@@ -118,14 +118,14 @@ def _draw_one(logits: Floats, draw: Draw, ops: Ops) -> int:
     return int(ids[np.argmax(scaled[ids] + noise[ids])])
 
 
-def _draw_fused(rows: Sequence[Floats], draws: Sequence[Draw], sample: FusedSampler) -> list[int]:
+def _draw_fused(logits: Tensor, draws: Sequence[Draw], sample: FusedSampler) -> list[int]:
     """All rows in one call of the backend, which follows the same definition as `_draw_one`."""
     params = [draw.params for draw in draws]
     seeds = [draw.seed - (1 << 64) if draw.seed >= 1 << 63 else draw.seed for draw in draws]
     ids = sample(
-        torch.from_numpy(np.stack(rows)),
+        logits,
         torch.tensor([p.temperature for p in params], dtype=torch.float32),
-        torch.tensor([min(p.top_k, len(rows[0])) for p in params], dtype=torch.int32),
+        torch.tensor([min(p.top_k, logits.shape[1]) for p in params], dtype=torch.int32),
         torch.tensor([p.top_p for p in params], dtype=torch.float64),
         torch.tensor([p.min_p for p in params], dtype=torch.float64),
         torch.tensor(seeds),
@@ -146,7 +146,8 @@ def draw_tokens(logits: Tensor, draws: Sequence[Draw], ops: Ops) -> list[int]:
     rows = [processed(raw[draw.row], draw) for draw in draws]
     stuck = [row.base is None and row.max() == -np.inf for row in rows]  # a raw row is a view
     if draws and ops.sample is not None and not all(draw.params.greedy for draw in draws):
-        ids = _draw_fused(rows, draws, ops.sample)
+        in_place = [draw.row for draw in draws] == list(range(len(raw))) and all(row.base is not None for row in rows)
+        ids = _draw_fused(logits if in_place else torch.from_numpy(np.stack(rows)), draws, ops.sample)
     else:
         ids = [_draw_one(row, draw, ops) for row, draw in zip(rows, draws, strict=True)]
     return [STUCK if hopeless else token_id for token_id, hopeless in zip(ids, stuck, strict=True)]

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
 import shlex
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
-import click
 import pytest
 from structure.source import PURE, ROOT, modules
 from structure.test_imports import TABLE, TORCH, TYPING_ONLY
+from typer.core import TyperOption
 from typer.main import get_command
 
 from specserve.cli import app
@@ -47,9 +50,9 @@ def prose(path: Path) -> str:
 # ---- snippets, for real
 
 
-def run_snippet(path: Path, code: str) -> dict[str, object]:
-    """The names that a snippet leaves behind; it runs as a program of its own would."""
-    names: dict[str, object] = {"__name__": "__main__"}
+def run_snippet(path: Path, code: str) -> dict[str, Any]:
+    """The names that a snippet leaves behind."""
+    names: dict[str, Any] = {"__name__": "__main__"}
     exec(compile(code, name_of(path), "exec"), names)
     return names
 
@@ -67,7 +70,6 @@ def address(demo_folder: Path) -> Iterator[str]:
         yield found
 
 
-@pytest.mark.demo
 def test_every_python_block_is_run_below() -> None:
     known = {README: ("LLM(", "insecure_channel("), STRUCTURED: ("LLM(", "insecure_channel(")}
     for path in DOCUMENTS:
@@ -77,17 +79,25 @@ def test_every_python_block_is_run_below() -> None:
             snippet(path, marks)
 
 
+@pytest.fixture(scope="module")
+def api(demo_folder: Path) -> tuple[dict[str, Any], str]:
+    """What the README's Python snippet left behind, and what it printed."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        names = run_snippet(README, snippet(README, "LLM("))
+    return names, printed.getvalue()
+
+
 @pytest.mark.demo
-def test_the_python_api_of_the_readme(demo_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    names = run_snippet(README, snippet(README, "LLM("))
-    printed = capsys.readouterr().out
-    outputs = names["outputs"]
-    assert isinstance(outputs, list) and len(outputs) == 2
-    for output in outputs:
+def test_the_python_api_of_the_readme(api: tuple[dict[str, Any], str]) -> None:
+    names, printed = api
+    assert len(names["outputs"]) == 2
+    for output in names["outputs"]:
         assert output.outputs[0].text in printed and len(output.outputs[0].token_ids) > 1
-        assert output.metrics.speculation.acceptance_length >= 1.0
         assert f"{output.metrics.speculation.acceptance_length}" in printed
-    assert outputs[1].metrics.speculation.num_accepted_tokens > 0, "counting is what the drafter can guess"
+    assert names["answer"][0].outputs[0].text in printed
+    drafted = names["outputs"][1].metrics.speculation
+    assert drafted.acceptance_length > 1.5, "the second prompt shows a draft that is accepted"
 
 
 @pytest.mark.demo
@@ -97,8 +107,7 @@ def test_the_grpc_client_of_the_readme(address: str, capsys: pytest.CaptureFixtu
     names = run_snippet(README, code.replace(WRITTEN_ADDRESS, address))
     printed = capsys.readouterr().out
     assert re.search(r"FINISH_REASON_(STOP|LENGTH) acceptance length \d+\.\d\d$", printed.strip()), printed
-    end = names["end"]
-    assert end.usage.completion_tokens > 1  # type: ignore[attr-defined]
+    assert names["end"].usage.completion_tokens > 1
 
 
 @pytest.mark.demo
@@ -109,45 +118,50 @@ def test_structured_output_over_grpc(address: str, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.demo
-def test_structured_output_in_python(demo_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_structured_output_in_python(
+    api: tuple[dict[str, Any], str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the engine of the README's snippet, as loading another one would take most of the time."""
     pytest.importorskip("llguidance")
+    engine = api[0]["llm"]
+    monkeypatch.setattr("specserve.llm.LLM", lambda model: engine)
     names = run_snippet(STRUCTURED, snippet(STRUCTURED, "LLM("))
     assert capsys.readouterr().out.strip()
-    (answer,) = names["answer"]  # type: ignore[misc]
-    assert answer.outputs[0].finish_reason == "stop"
+    assert names["answer"][0].outputs[0].finish_reason == "stop"
 
 
 # ---- commands, options, targets
 
 
+# typer may bring a click of its own, so what it makes is not named by class
+Command = Any
+
+
 @cache
-def root() -> click.Group:
-    command = get_command(app)
-    assert isinstance(command, click.Group)
-    return command
+def root() -> Command:
+    return get_command(app)
 
 
-def commands(command: click.Command) -> Iterator[click.Command]:
+def commands(command: Command) -> Iterator[Command]:
     yield command
-    if isinstance(command, click.Group):
-        for inner in command.commands.values():
-            yield from commands(inner)
+    for inner in getattr(command, "commands", {}).values():
+        yield from commands(inner)
 
 
-def flags_of(command: click.Command) -> set[str]:
+def flags_of(command: Command) -> set[str]:
     """Every option that the command's help lists."""
-    shown = (p for p in command.params if isinstance(p, click.Option) and not p.hidden)
+    shown = (p for p in command.params if isinstance(p, TyperOption) and not p.hidden)
     return {"--help"} | {flag for option in shown for flag in (*option.opts, *option.secondary_opts)}
 
 
-def find(words: list[str]) -> tuple[click.Command, list[str]]:
+def find(words: list[str]) -> tuple[Command, list[str]]:
     """The command that a line names, and what is left of the line.
 
     Raises:
         KeyError: there is no such command.
     """
-    command: click.Command = root()
-    while isinstance(command, click.Group) and words and not words[0].startswith("-"):
+    command = root()
+    while hasattr(command, "commands") and words and not words[0].startswith("-"):
         command, words = command.commands[words[0]], words[1:]
     return command, words
 
@@ -155,7 +169,7 @@ def find(words: list[str]) -> tuple[click.Command, list[str]]:
 def command_faults(line: str) -> list[str]:
     """Why a line `specserve …` would not be understood; nothing is run."""
     try:
-        command, words = find(shlex.split(line)[1:])
+        command, words = find(shlex.split(line, comments=True)[1:])
     except KeyError as error:
         return [f"there is no command {error}"]
     unknown = sorted(set(FLAG.findall(" ".join(words))) - flags_of(command))
@@ -163,7 +177,9 @@ def command_faults(line: str) -> list[str]:
         return [f"`specserve {command.name} --help` knows no {' '.join(unknown)}"]
     try:
         command.make_context(command.name, list(words))
-    except click.ClickException as error:
+    except Exception as error:
+        if not hasattr(error, "format_message"):  # what a command line is refused with
+            raise
         return [error.format_message()]
     return []
 
@@ -211,7 +227,7 @@ def test_the_readme_names_options() -> None:
         ("specserve generate hello --max-token 3", "knows no --max-token"),
         ("specserve bench serve --quantise", "knows no --quantise"),
         ("specserve frobnicate", "no command 'frobnicate'"),
-        ("specserve generate hello --max-tokens many", "not a valid integer"),
+        ("specserve generate hello --max-tokens many", "valid integer"),
         ("specserve generate", "Missing argument"),
     ],
 )
@@ -312,7 +328,9 @@ def test_links_lead_somewhere(path: Path) -> None:
 
 
 def test_the_link_checker_catches() -> None:
-    text = "[a](docs/architecture.md#the-words) [b](docs/none.md) [c](docs/architecture.md#none) [d](https://x) [e](#none)"
+    text = (
+        "[a](docs/architecture.md#the-words) [b](docs/none.md) [c](docs/architecture.md#none) [d](#none) [e](mailto:x)"
+    )
     assert [fault.partition(":")[0] for fault in broken_links(README, text)] == [
         "docs/none.md",
         "docs/architecture.md#none",

@@ -52,10 +52,13 @@ class BackendDescription:
     """What `load` gives for a name on this machine."""
 
     name: str  # "reference", "torch" or "native"
-    native_unavailable: str | None  # why "auto" did not take native; None if it did or was not asked
+    native_unavailable: str | None = None  # why "auto" did not take native; None if it did or was not asked
+    isa: str | None = None  # instructions that native code runs on: "amx", "avx512" or "plain"
 
     def __str__(self) -> str:
         """One line for the start-up log."""
+        if self.isa is not None:
+            return f"{self.name} ({self.isa})"
         return self.name if self.native_unavailable is None else f"{self.name} (no native: {self.native_unavailable})"
 
 
@@ -78,7 +81,8 @@ def _resolve(backend: str) -> tuple[Ops, BackendDescription]:
     reason = None
     if backend in ("auto", "native"):
         try:
-            return _load_native(), BackendDescription("native", None)
+            ops, isa = _load_native()
+            return ops, BackendDescription("native", isa=isa)
         except BackendUnavailable as error:
             if backend == "native":
                 raise
@@ -91,12 +95,13 @@ def _resolve(backend: str) -> tuple[Ops, BackendDescription]:
 _TORCH_OPS = "specserve_kernels.cpu.torch_ops"
 
 
-def _load_native() -> Ops:
+def _load_native() -> tuple[Ops, str]:
     try:
         native = importlib.import_module("specserve_kernels.cpu.native")
     except ImportError as error:
         raise BackendUnavailable(str(error)) from error
     try:
-        return cast(Ops, native.load())
+        ops = native.load()
+        return cast(Ops, ops), ops.isa
     except native.NativeUnavailable as error:
         raise BackendUnavailable(str(error)) from error

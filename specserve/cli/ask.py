@@ -149,13 +149,14 @@ def told(num_tokens: int, timing: Timing, stats: SpeculationStats) -> str:
 
 def answer_json(output: RequestOutput) -> dict[str, Any]:
     """The object that `--json` prints: choice 0, and all of them under `choices` if there are several."""
-    found = _choice_json(output.outputs[0], output.seed)
-    if len(output.outputs) > 1:
-        found["choices"] = [{"index": c.index, **_choice_json(c, output.seed)} for c in output.outputs]
+    choices = output.outputs
+    found = _choice_json(choices[0], output.seed)
+    if len(choices) > 1:
+        found["choices"] = [{"index": c.index, **_choice_json(c, output.seed)} for c in choices]
     return found
 
 
-def _choice_json(choice: CompletionOutput, seed: int) -> dict[str, Any]:
+def _choice_json(choice: CompletionOutput, seed: int | None) -> dict[str, Any]:
     usage, stats, timing = choice.metrics.usage, choice.metrics.speculation, choice.metrics.timing
     return {
         "text": choice.text,

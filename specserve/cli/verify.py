@@ -14,6 +14,7 @@ from specserve.cli.pull import progress_bar
 from specserve.cli.sim import counting_bar
 from specserve.config import SpeculationConfig
 from specserve.errors import ConfigError
+from specserve.prompts import read_prompts
 
 if TYPE_CHECKING:
     from specserve.build import Built
@@ -34,6 +35,7 @@ def verify(
     seed: Annotated[int, typer.Option(min=0, help="Seed of the first prompt; each next one has the next.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
     dtype: options.Dtype = None,
+    quantization: options.Quantization = None,
     max_model_len: options.MaxModelLen = None,
     block_size: options.BlockSize = None,
     kv_cache_gib: options.KvCacheGib = None,
@@ -45,10 +47,9 @@ def verify(
         raise ConfigError("--drafter is 'off'; name the drafter that is to be compared with it")
     speculation = SpeculationConfig(**options.given(drafter=drafter, num_draft_tokens=num_draft_tokens))
     built = _built(
-        model=model, speculation=speculation, dtype=dtype, max_model_len=max_model_len, page_size=block_size,
-        kv_cache_gib=kv_cache_gib, threads=threads, kernels=kernels,
+        model=model, speculation=speculation, dtype=dtype, quantization=quantization, max_model_len=max_model_len,
+        page_size=block_size, kv_cache_gib=kv_cache_gib, threads=threads, kernels=kernels,
     )  # fmt: skip
-    from specserve.prompts import read_prompts
     from specserve.proof import PROMPTS, prove
 
     prompts = (PROMPTS if dataset is None else [prompt for _, prompt in read_prompts(dataset)])[:limit]
@@ -57,10 +58,7 @@ def verify(
             built, prompts, drafter=drafter, num_draft_tokens=num_draft_tokens, max_tokens=max_tokens, seed=seed,
             progress=progress,
         )  # fmt: skip
-    if as_json:
-        print(json.dumps(proof_json(proof), ensure_ascii=False))
-    else:
-        _print_proof(proof)
+    print(json.dumps(proof_json(proof), ensure_ascii=False)) if as_json else _print_proof(proof)
     if not proof.holds:
         raise typer.Exit(1)
 

@@ -328,7 +328,7 @@ class ModelServicer(pb_grpc.ModelServiceServicer):
     async def GetStats(self, message: pb.GetStatsRequest, context: Any) -> pb.GetStatsResponse:
         metrics = (await self._served(context)).engine.metrics
         return pb.GetStatsResponse(
-            num_steps=metrics.num_steps,
+            num_forwards=metrics.num_forwards,
             num_prompt_tokens=metrics.num_prompt_tokens,
             num_cached_tokens=metrics.num_cached_tokens,
             num_output_tokens=metrics.num_output_tokens,

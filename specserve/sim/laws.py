@@ -203,7 +203,7 @@ class Ledger:
         metrics, runner, pool = self._engine.metrics, self._runner, self._engine.pool
         pairs = {
             "num_output_tokens": (metrics.num_output_tokens, self._told["tokens"]),
-            "num_steps": (metrics.num_steps, runner.num_good_forwards),
+            "num_forwards": (metrics.num_forwards, runner.num_good_forwards),
             "num_rows": (metrics.num_rows, runner.num_good_rows),
             "num_accepted_tokens": (metrics.speculation.num_accepted_tokens, self._told["drafted"]),
             "pages": (pool.num_free + pool.num_cached + pool.num_referenced, pool.num_pages),

@@ -334,17 +334,17 @@ class GetStatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatsResponse(_message.Message):
-    __slots__ = ("num_steps", "num_prompt_tokens", "num_cached_tokens", "num_output_tokens", "num_preemptions", "speculation")
-    NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("num_forwards", "num_prompt_tokens", "num_cached_tokens", "num_output_tokens", "num_preemptions", "speculation")
+    NUM_FORWARDS_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     SPECULATION_FIELD_NUMBER: _ClassVar[int]
-    num_steps: int
+    num_forwards: int
     num_prompt_tokens: int
     num_cached_tokens: int
     num_output_tokens: int
     num_preemptions: int
     speculation: SpeculationStats
-    def __init__(self, num_steps: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., speculation: _Optional[_Union[SpeculationStats, _Mapping]] = ...) -> None: ...
+    def __init__(self, num_forwards: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., speculation: _Optional[_Union[SpeculationStats, _Mapping]] = ...) -> None: ...

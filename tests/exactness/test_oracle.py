@@ -67,6 +67,7 @@ PROCESSORS: list[dict[str, Any]] = [
     {"allowed_token_ids": (40, 41, 200), "stop_token_ids": (41,), "min_tokens": 15},
     {"frequency_penalty": 1.0, "n": 3},
     {"repetition_penalty": 1.3, "logprobs": 20, "logprobs_mode": "processed", "top_k": 9},
+    {"frequency_penalty": 2.0, "n": 3, "logprobs": 4, "logprobs_mode": "processed"},
     {"logprobs": 0, "logprob_token_ids": (0, 299, 45)},
     {"prompt_logprobs": 0},
     {"prompt_logprobs": 20, "logprobs": 2, "presence_penalty": 0.5},

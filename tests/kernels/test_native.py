@@ -178,6 +178,7 @@ LOGITS: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
     "ties": lambda rng, vocab: np.round(rng.normal(0, 2, vocab)),
     "zeros": lambda rng, vocab: np.where(rng.random(vocab) < 0.5, 0.0, -0.0),
     "adjacent": lambda rng, vocab: np.float32(3) + rng.integers(0, 4, vocab) * np.float32(2.4e-7),
+    "coarse": lambda rng, vocab: 3e7 + 2.0 * rng.integers(0, 8, vocab),  # scores tie where logits do not
     "banned": lambda rng, vocab: np.where(np.arange(vocab) % 3 > rng.integers(0, 2), -np.inf, rng.normal(0, 3, vocab)),
     "few_equal": lambda rng, vocab: np.where(rng.permutation(vocab) < 8, 7.0, -np.inf),
     "one_left": lambda rng, vocab: np.where(np.arange(vocab) == vocab // 2, -7.0, -np.inf),
@@ -258,6 +259,17 @@ def test_sample_draws_in_proportion(best: native.NativeOps) -> None:
         counts = np.bincount(ids.numpy(), minlength=70)[10:70:10]
         assert counts.sum() == n
         assert (np.abs(counts[:left] - n * expected) < 5 * np.sqrt(n * expected * (1 - expected))).all()
+
+
+def test_a_large_top_k_is_exactly_k(best: native.NativeOps) -> None:
+    """Beyond what is listed: of equal logits the first 1,025 are drawn, the last of them too, and no other."""
+    n, vocab_size, top_k = 20_000, 1100, 1025
+    ids = best.sample(
+        torch.zeros(1, vocab_size).repeat(n, 1), torch.ones(n), torch.full((n,), top_k, dtype=torch.int32),
+        torch.ones(n, dtype=torch.float64), torch.zeros(n, dtype=torch.float64),
+        torch.full((n,), 5), torch.arange(n), torch.zeros(n, dtype=torch.int64),
+    )  # fmt: skip
+    assert ids.unique().tolist() == list(range(top_k))
 
 
 @dataclass(frozen=True)

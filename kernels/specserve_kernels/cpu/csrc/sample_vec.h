@@ -6,6 +6,9 @@
 
 #include "args.h"
 #include "vec.h"
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
 
 namespace spec {
 namespace SPEC_NS {
@@ -30,7 +33,17 @@ static inline Mask not_below(F a, F b) {
   for (int i = 0; i < 16; i++) m |= (Mask)((below[i] + 1) << i);
   return m;
 }
+#ifdef __SSE2__  // without a word from us, GCC multiplies all 64 bits
+static inline UL low_product(UL a, uint32_t b) {
+  __m128i part[4];
+  memcpy(part, &a, 64);
+  for (__m128i& p : part) p = _mm_mul_epu32(p, _mm_set1_epi64x(b));
+  memcpy(&a, part, 64);
+  return a;
+}
+#else
 static inline UL low_product(UL a, uint32_t b) { return (a & 0xffffffffull) * (uint64_t)b; }
+#endif
 #endif
 
 // 16 floats from p[0..n), -inf after them
