@@ -246,8 +246,6 @@ class Oracle:
             raw = self.logits(ids)
             banned = bad_ends(out.token_ids, bad_word_ids)
             banned |= ending if len(out.token_ids) < asked.min_tokens else set()
-                ending if len(out.token_ids) < asked.min_tokens else set()
-            )
             logits = process(raw, prompt_ids, out.token_ids, asked, banned)
             noise = np.zeros_like(raw) if asked.greedy else gumbel(asked.seed, len(ids), choice, len(raw))
             token, margin = draw(logits, noise, asked.temperature, asked.top_k, asked.top_p, asked.min_p)
