@@ -59,7 +59,7 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
     ops = specserve_kernels.load(config.kernels)
     tokenizer = Tokenizer(folder)
     decoder = load_decoder(folder, ops, config.dtype, config.quantization)
-    config = resolve(config, decoder.config)
+    config = resolve(config, decoder.config, decoder.dtype.itemsize)
     cache = config.cache
     assert cache.num_pages is not None and config.max_model_len is not None
     limits = ModelLimits(
@@ -91,7 +91,7 @@ def make_drafters(config: SpeculationConfig) -> dict[str, Drafter]:
     return {name: make_drafter(name, config) for name in DRAFTER_NAMES if name not in ("off", "auto")}
 
 
-def resolve(config: EngineConfig, model: DecoderConfig) -> EngineConfig:
+def resolve(config: EngineConfig, model: DecoderConfig, kv_itemsize: int) -> EngineConfig:
     """A new configuration in which every size is a number that fits the model and the machine."""
     context = model.max_position_embeddings
     max_model_len = config.max_model_len or context
@@ -99,21 +99,17 @@ def resolve(config: EngineConfig, model: DecoderConfig) -> EngineConfig:
         raise ConfigError(f"max_model_len is {max_model_len}; the model's context is {context} tokens")
     num_pages = config.cache.num_pages
     if num_pages is None:
-        num_pages = _pages_in_memory(config, model, max_model_len)
+        num_pages = _pages_in_memory(config, model, max_model_len, kv_itemsize)
     return replace(config, max_model_len=max_model_len, cache=replace(config.cache, num_pages=num_pages))
 
 
-def _bytes_per_token(config: EngineConfig, model: DecoderConfig) -> int:
-    size = 4 if config.dtype == "float32" else 2
-    return 2 * model.num_hidden_layers * model.num_key_value_heads * model.head_dim * size
-
-
-def _pages_in_memory(config: EngineConfig, model: DecoderConfig, max_model_len: int) -> int:
+def _pages_in_memory(config: EngineConfig, model: DecoderConfig, max_model_len: int, kv_itemsize: int) -> int:
     cache: CacheConfig = config.cache
     gib = cache.kv_cache_gib
     if gib is None:
         gib = min(DEFAULT_KV_CACHE_GIB, DEFAULT_KV_CACHE_SHARE * _free_memory() / GIB)
-    page_bytes = _bytes_per_token(config, model) * cache.page_size
+    bytes_per_token = 2 * model.num_hidden_layers * model.num_key_value_heads * model.head_dim * kv_itemsize
+    page_bytes = bytes_per_token * cache.page_size
     num_pages = int(gib * GIB // page_bytes)
     need = -(-max_model_len // cache.page_size)
     if num_pages < need:

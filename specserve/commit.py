@@ -100,7 +100,8 @@ def cut(sequence: Sequence, run: SequenceOf[int], text: AnswerText, stops: froze
     texts: list[str] = []
     for token_id in run:
         num_output = sequence.num_output + len(kept) + 1
-        released, match = text.push(token_id, num_output >= min_tokens)
+        # a stop id ends the answer by itself, so its own text is not searched
+        released, match = text.push(token_id, num_output >= min_tokens and token_id not in stops)
         kept.append(token_id)
         texts.append(released)
         if token_id in stops:

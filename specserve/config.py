@@ -27,6 +27,16 @@ def _require(condition: bool, message: str) -> None:
         raise ConfigError(message)
 
 
+def _require_types(record: Any, *, integers: tuple[str, ...] = (), numbers: tuple[str, ...] = ()) -> None:
+    """Options may come from Python, where nothing checks them; None means unset."""
+    for name in (*integers, *numbers):
+        value = getattr(record, name)
+        fits = isinstance(value, int) or (name in numbers and isinstance(value, float))
+        right = value is None or (fits and not isinstance(value, bool))
+        kind = "a number" if name in numbers else "an integer"
+        _require(right, f"{name} is {value!r}; it must be {kind}")
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """` Did you mean 'x'?`, or the list of known names when nothing is near."""
     names = sorted(known)
@@ -44,6 +54,7 @@ class CacheConfig:
     enable_prefix_caching: bool = True
 
     def __post_init__(self) -> None:
+        _require_types(self, integers=("page_size", "num_pages"), numbers=("kv_cache_gib",))
         _require(self.page_size >= 1, f"page_size is {self.page_size}; it must be at least 1 token")
         gib = self.kv_cache_gib
         _require(gib is None or gib > 0, f"kv_cache_gib is {gib}; it must be more than 0")
@@ -64,6 +75,7 @@ class SchedulerConfig:
     max_num_queued_tokens: int = 1 << 20
 
     def __post_init__(self) -> None:
+        _require_types(self, integers=tuple(item.name for item in fields(self)))
         for item in fields(self):
             value = getattr(self, item.name)
             _require(value >= 1, f"{item.name} is {value}; it must be at least 1")
@@ -83,8 +95,10 @@ class SpeculationConfig:
     num_draft_tokens: int = 5
     ngram_min: int = 1
     ngram_max: int = 4
+    verification: str = "coupled"
 
     def __post_init__(self) -> None:
+        _require_types(self, integers=("num_draft_tokens", "ngram_min", "ngram_max"))
         _require(
             self.drafter in DRAFTER_NAMES,
             f"drafter is {self.drafter!r}. {nearest(self.drafter, DRAFTER_NAMES)}",
@@ -92,6 +106,15 @@ class SpeculationConfig:
         _require(
             0 <= self.num_draft_tokens <= MAX_NUM_DRAFT_TOKENS,
             f"num_draft_tokens is {self.num_draft_tokens}; allowed: 0 to {MAX_NUM_DRAFT_TOKENS}",
+        )
+        _require(
+            self.verification in ("coupled", "block"),
+            f"verification is {self.verification!r}; allowed: coupled, block",
+        )
+        _require(
+            self.verification == "coupled",
+            "verification is 'block', which needs a drafter that samples from a distribution of its own; 'ngram'"
+            " proposes single tokens, for which coupled verification has the same law, and keeps the tokens too",
         )
         _require(
             1 <= self.ngram_min <= self.ngram_max,
@@ -134,6 +157,7 @@ class EngineConfig:
             self.kernels in KERNEL_BACKENDS,
             f"kernels is {self.kernels!r}. {nearest(self.kernels, KERNEL_BACKENDS)}",
         )
+        _require_types(self, integers=("max_model_len", "threads"))
         for name in ("max_model_len", "threads"):
             value = getattr(self, name)
             _require(value is None or value >= 1, f"{name} is {value}; it must be at least 1")

@@ -32,4 +32,6 @@ def inactive_reason(sequence: Sequence, config: SpeculationConfig) -> str:
         return "num_draft_tokens is 0"
     if not sequence.stats.num_steps:
         return "the answer ended with its first token"
+    if not sequence.num_asked:
+        return "there was never room to draft: the answer's end, pages or the token budget were too near"
     return f"drafter {drafter!r} proposed nothing"

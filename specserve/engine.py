@@ -32,6 +32,7 @@ from specserve.errors import (
     InvalidRequest,
     NumericFault,
     Overloaded,
+    SpecserveError,
 )
 from specserve.events import Event, Failed, FinishReason, TokenLogprobs
 from specserve.grammar import Grammar, allowed_ids
@@ -76,6 +77,16 @@ class _Drawn:
 
     draws: list[Draw]
     ids: list[int]
+    error: Exception | None = None
+
+
+def _as_fault(exc: Exception) -> SpecserveError:
+    """An error of ours as it is, anything else as the engine's fault."""
+    if isinstance(exc, SpecserveError):
+        return exc
+    error = EngineFault(f"the step failed: {type(exc).__name__}: {exc}")
+    error.__cause__ = exc
+    return error
 
 
 class Engine:
@@ -105,6 +116,7 @@ class Engine:
         self._drafters = dict(drafters)
         self._active: dict[str, _Active] = {}
         self._drafting: set[Sequence] = set()
+        self._muted: set[Sequence] = set()
         self._events: list[Event] = []
         self._arrivals = 0
 
@@ -118,8 +130,11 @@ class Engine:
             Overloaded: the line is full; the message has both numbers.
         """
         validate(request, self.limits)
-        if request.request_id in self._active:
+        told = any(event.request_id == request.request_id for event in self._events)
+        if request.request_id in self._active or told:
             raise InvalidRequest([FieldViolation("request_id", f"{request.request_id!r} is in flight already")])
+        if request.params.bad_words and not request.bad_word_ids:
+            raise InvalidRequest([FieldViolation("bad_words", "must come with the token ids that spell them")])
         if (request.params.grammar is None) != (grammar is None):
             raise InvalidRequest([FieldViolation("grammar", "must come compiled, and only if the request has one")])
         self._check_room(request)
@@ -191,14 +206,13 @@ class Engine:
     def _drop(self, sequence: Sequence) -> None:
         """Take a sequence out of everything that knows it."""
         self.scheduler.remove(sequence)
+        self._muted.discard(sequence)
         if sequence in self._drafting:
             self._drafting.remove(sequence)
             try:
                 self._drafters[sequence.stats.drafter].stop(self._view(sequence))
             except Exception:
                 self.metrics.num_drafter_faults += 1
-
-    # ---- one step
 
     def step(self) -> list[Event]:
         """Run one step and return what happened; [] when there is nothing to do."""
@@ -222,11 +236,9 @@ class Engine:
         return events
 
     def _fail_step(self, plan: StepPlan, exc: Exception) -> None:
-        error = EngineFault(f"the step failed: {type(exc).__name__}: {exc}")
-        error.__cause__ = exc
-        for request_id in {rows.sequence.request.request_id for rows in plan.rows}:
+        for request_id in dict.fromkeys(rows.sequence.request.request_id for rows in plan.rows):
             if request_id in self._active:
-                self._fail(self._active[request_id], error)
+                self._fail(self._active[request_id], _as_fault(exc))
 
     def _run(self, plan: StepPlan) -> None:
         self._runner.apply(plan.copies)
@@ -243,7 +255,13 @@ class Engine:
         for sequence in plan.admitted:
             metrics.num_cached_tokens += sequence.table.cached_len
         for span in step.spans:
-            self._commit(span, result, drawn.get(span.sequence))
+            active = self._active.get(span.sequence.request.request_id)
+            if active is None:  # another choice's trouble ended the request in this very step
+                continue
+            try:
+                self._commit(active, span, result, drawn.get(span.sequence))
+            except Exception as exc:
+                self._fail(active, _as_fault(exc))
 
     # ---- drafting
 
@@ -268,19 +286,42 @@ class Engine:
             if plan.node_cap:
                 by_drafter.setdefault(plan.sequence.stats.drafter, []).append(i)
         for name, group in by_drafter.items():
-            asked = [plans[i] for i in group]
+            drafter = self._drafters[name]
+            asked = [plans[i] for i in group if self._starts(drafter, plans[i].sequence)]
             try:
-                proposed = self._ask(self._drafters[name], asked)
-                faults = [tree.fault(self.limits.vocab_size) for tree in proposed]
+                proposed = drafter.propose([self._view(p.sequence) for p in asked], [p.node_cap for p in asked])
+                if len(proposed) != len(asked):
+                    raise ValueError(f"{len(asked)} rows were given, {len(proposed)} trees came back")
             except Exception as exc:
                 self._lose_drafts([plan.sequence for plan in asked], f"raised {type(exc).__name__}: {exc}")
                 continue
-            for i, tree, fault in zip(group, proposed, faults, strict=True):
-                if fault is None:
-                    trees[i] = tree.prune(plans[i].node_cap, plans[i].max_depth)
-                else:
-                    self._lose_drafts([plans[i].sequence], f"proposed a tree that {fault}")
+            found = dict(zip((plan.sequence for plan in asked), proposed, strict=True))
+            for i in group:
+                if plans[i].sequence in found:
+                    trees[i] = self._checked(plans[i], found[plans[i].sequence])
         return trees
+
+    def _starts(self, drafter: Drafter, sequence: Sequence) -> bool:
+        """Whether the drafter knows the sequence; one that it could not take up is not offered again."""
+        sequence.num_asked += 1
+        if sequence not in self._drafting and sequence not in self._muted:
+            try:
+                drafter.start(self._view(sequence))
+                self._drafting.add(sequence)
+            except Exception as exc:
+                self._muted.add(sequence)
+                self._lose_drafts([sequence], f"raised {type(exc).__name__} at the start: {exc}")
+        return sequence in self._drafting
+
+    def _checked(self, plan: PlannedRows, tree: DraftTree) -> DraftTree:
+        try:
+            fault = tree.fault(self.limits.vocab_size)
+        except Exception as exc:
+            fault = f"cannot be read: {type(exc).__name__}: {exc}"
+        if fault is None:
+            return tree.prune(plan.node_cap, plan.max_depth)
+        self._lose_drafts([plan.sequence], f"proposed a tree that {fault}")
+        return EMPTY_TREE
 
     def _constrain(self, plans: SequenceOf[PlannedRows], trees: list[DraftTree]) -> dict[Sequence, NDArray[np.bool_]]:
         """What grammars allow at each row that draws, [1 + nodes, vocab]; forced tokens join the trees as drafts."""
@@ -289,33 +330,18 @@ class Engine:
             state = self._choice_of(plan.sequence).grammar
             if state is None or not plan.draws:
                 continue
-            tree = with_forced(trees[i], state.forced(plan.node_cap), plan.node_cap)
             try:
+                tree = with_forced(trees[i], state.forced(plan.node_cap), plan.node_cap)
                 trees[i], packed = state.fit(tree.prune(plan.node_cap, plan.max_depth))
                 masks[plan.sequence] = allowed_ids(packed, self.limits.vocab_size)
-            except GrammarStuck:  # nothing can be drawn from a row that allows nothing
+            except Exception:  # stuck or worn out: nothing can be drawn from a row that allows nothing
                 trees[i], masks[plan.sequence] = EMPTY_TREE, np.zeros((1, self.limits.vocab_size), np.bool_)
         return masks
-
-    def _ask(self, drafter: Drafter, plans: list[PlannedRows]) -> SequenceOf[DraftTree]:
-        views = []
-        for plan in plans:
-            view = self._view(plan.sequence)
-            if plan.sequence not in self._drafting:
-                drafter.start(view)
-                self._drafting.add(plan.sequence)
-            views.append(view)
-        trees = drafter.propose(views, [plan.node_cap for plan in plans])
-        if len(trees) != len(plans):
-            raise ValueError(f"{len(plans)} rows were given, {len(trees)} trees came back")
-        return trees
 
     def _lose_drafts(self, sequences: list[Sequence], why: str) -> None:
         self.metrics.num_drafter_faults += 1
         for sequence in sequences:
             sequence.stats.inactive_reason = f"drafter {sequence.stats.drafter!r} {why}"
-
-    # ---- drawing
 
     def _draw(
         self, step: StepBatch, result: ForwardResult, masks: Mapping[Sequence, NDArray[np.bool_]]
@@ -329,10 +355,20 @@ class Engine:
         }
         finite = [result.finite[row] for row in step.logit_rows.tolist()] if draws else []
         usable = [draw for group in draws.values() for draw in group if finite[draw.row]]
-        ids = iter(draw_tokens(result.logits, usable, self._ops))
+        try:
+            ids = iter(draw_tokens(result.logits, usable, self._ops))
+        except Exception:  # find out whose it is: the others are drawn alone, with the same bits
+            return drawn | {sequence: self._draw_alone(group, finite, result) for sequence, group in draws.items()}
         for sequence, group in draws.items():
             drawn[sequence] = _Drawn(group, [next(ids) if finite[draw.row] else -1 for draw in group])
         return drawn
+
+    def _draw_alone(self, group: list[Draw], finite: list[bool], result: ForwardResult) -> _Drawn:
+        try:
+            ids = iter(draw_tokens(result.logits, [draw for draw in group if finite[draw.row]], self._ops))
+        except Exception as exc:
+            return _Drawn(group, [-1] * len(group), exc)
+        return _Drawn(group, [next(ids) if finite[draw.row] else -1 for draw in group])
 
     def _draw_greedy(self, step: StepBatch, result: ForwardResult) -> dict[Sequence, _Drawn]:
         """Sequences that take the largest raw logit and report nothing: one argmax for all, no `Draw` a row."""
@@ -386,15 +422,14 @@ class Engine:
 
     # ---- committing
 
-    def _commit(self, span: Span, result: ForwardResult, drawn: _Drawn | None) -> None:
+    def _commit(self, active: _Active, span: Span, result: ForwardResult, drawn: _Drawn | None) -> None:
         """Settle one sequence's rows: check them, keep what was accepted, cut, publish, tell."""
-        active = self._active.get(span.sequence.request.request_id)
-        if active is None:  # another choice's fault ended the request in this very step
-            return
         self._report_prompt(active, span, result)
         pending = result.finite[span.first : span.first + span.num_pending]
         if not all(pending):
             self._fault(active, span)
+        elif drawn is not None and drawn.error is not None:
+            raise drawn.error
         elif drawn is not None and STUCK in drawn.ids[: span.sequence.num_siblings + 1]:
             excluded = "bans, allowed ids or the grammar exclude every token"
             self._fail(active, GrammarStuck(f"{excluded} at position {len(span.sequence.token_ids)}"))
@@ -489,8 +524,6 @@ class Engine:
     def _cut(self, sequence: Sequence, run: SequenceOf[int]) -> Cut:
         choice = self._choice_of(sequence)
         return commit.cut(sequence, run, choice.text, choice.stops, self.scheduler.tokens_allowed(sequence))
-
-    # ---- telling
 
     def _logprobs(self, drawn: _Drawn, rows: SequenceOf[int], result: ForwardResult) -> list[TokenLogprobs] | None:
         """Of the ids drawn at these rows; asked for before anything is appended, since a draw's history is live."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
@@ -9,10 +10,11 @@ from typing import Any
 
 from specserve.build import Built, build
 from specserve.config import EngineConfig, SpeculationConfig
-from specserve.errors import ConfigError, FieldViolation, InvalidRequest
+from specserve.errors import ConfigError, FieldViolation, InvalidRequest, Overloaded
 from specserve.events import Delta, Event, Failed, Finished, SpeculationStats, Started, Timing, TokenLogprobs, Usage
 from specserve.grammar import Grammar
 from specserve.request import Request, SamplingParams, SpeculationParams
+from specserve.validation import validate
 
 # one process, one user: stores that are kept per tenant are shared by everything asked here
 LOCAL_SALT = "local"
@@ -88,6 +90,14 @@ class _Collector:
             case Failed():
                 self.error = event.error
 
+    def take_all(self, events: deque[Event]) -> None:
+        while events:
+            self.take(events.popleft())
+
+    @property
+    def open(self) -> bool:
+        return self.error is None and len(self.finished) < self.request.params.n
+
     def output(self) -> RequestOutput:
         started, request = self.started, self.request
         return RequestOutput(
@@ -134,6 +144,7 @@ class LLM:
         config = EngineConfig.from_options(model=model, speculation=speculation, **options)
         self._built = build(config)
         self._count = 0
+        self._events: dict[str, deque[Event]] = {}
 
     @property
     def built(self) -> Built:
@@ -172,17 +183,34 @@ class LLM:
     ) -> Iterator[Event]:
         """The events of one prompt as they happen; a failed request raises its error. Closing it aborts."""
         request = self._request(self._tokens(prompt), params or SamplingParams(), speculation)
-        engine = self._built.engine
-        engine.submit(request, self._grammar(request))
+        events = self._submit(request, self._grammar(request))
+        open_choices = request.params.n
         try:
-            while engine.has_work():
-                for event in engine.step():
-                    if isinstance(event, Failed):
-                        raise event.error
-                    yield event
+            while open_choices:
+                while not events:
+                    self._step()
+                event = events.popleft()
+                if isinstance(event, Failed):
+                    raise event.error
+                open_choices -= isinstance(event, Finished)
+                yield event
         finally:
-            engine.abort(request.request_id)
-            engine.step()
+            self._close(request)
+
+    def _submit(self, request: Request, grammar: Grammar | None) -> deque[Event]:
+        """Put a request in line; its events will come to the returned queue, whoever steps the engine."""
+        self._built.engine.submit(request, grammar)
+        return self._events.setdefault(request.request_id, deque())
+
+    def _step(self) -> None:
+        for event in self._built.engine.step():
+            if event.request_id in self._events:
+                self._events[event.request_id].append(event)
+
+    def _close(self, request: Request) -> None:
+        """Nobody reads this request's events any more."""
+        self._built.engine.abort(request.request_id)
+        self._events.pop(request.request_id, None)
 
     def _tokens(self, prompt: Prompt) -> tuple[int, ...]:
         return tuple(self._built.tokenizer.encode(prompt)) if isinstance(prompt, str) else tuple(prompt)
@@ -210,22 +238,33 @@ class LLM:
         params: list[SamplingParams],
         speculation: SpeculationParams | None,
     ) -> list[RequestOutput]:
-        engine = self._built.engine
         requests = [self._request(prompt, param, speculation) for prompt, param in zip(prompts, params, strict=True)]
-        collectors = {request.request_id: _Collector(request) for request in requests}
+        for request in requests:
+            validate(request, self._built.engine.limits)
         grammars = [self._grammar(request) for request in requests]
+        todo = deque(zip(requests, grammars, strict=True))
+        collectors = {request.request_id: _Collector(request) for request in requests}
         try:
-            for request, grammar in zip(requests, grammars, strict=True):
-                engine.submit(request, grammar)
-            while engine.has_work():
-                for event in engine.step():
-                    collectors[event.request_id].take(event)
-        except BaseException:
+            while todo or any(collector.open for collector in collectors.values()):
+                self._submit_while_room(todo)
+                self._step()
+                for request_id, collector in collectors.items():
+                    collector.take_all(self._events.get(request_id, deque()))
+        finally:
             for request in requests:
-                engine.abort(request.request_id)
-            engine.step()
-            raise
+                self._close(request)
         return [collectors[request.request_id].output() for request in requests]
+
+    def _submit_while_room(self, todo: deque[tuple[Request, Grammar | None]]) -> None:
+        """Many prompts are fed as the line empties; only a line that others fill is an error."""
+        while todo:
+            try:
+                self._submit(*todo[0])
+            except Overloaded:
+                if not self._built.engine.has_work():
+                    raise
+                return
+            todo.popleft()
 
 
 def _as_prompts(prompts: Prompt | SequenceOf[Prompt]) -> list[Prompt]:

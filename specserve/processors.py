@@ -87,7 +87,7 @@ class History:
             out.fill(-np.inf)
             out[self._allowed] = kept
         if mask is not None:
-            out[~mask] = -np.inf
+            np.copyto(out, -np.inf, where=~mask)
         out[list(banned)] = -np.inf
         out[self._bad_word_ends(path)] = -np.inf
         self._penalise(out, params, path)

@@ -58,7 +58,9 @@ class SamplingParams:
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         object.__setattr__(self, "stop", stop)
-        for name in ("stop_token_ids", "logprob_token_ids", "bad_words"):
+        words = (self.bad_words,) if isinstance(self.bad_words, str) else tuple(self.bad_words)
+        object.__setattr__(self, "bad_words", words)
+        for name in ("stop_token_ids", "logprob_token_ids"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         if self.allowed_token_ids is not None:
             object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
@@ -100,7 +102,8 @@ class Sequence:
     """The mutable state of one choice. `token_ids[:table.cached_len]` have KV; the rest is pending.
 
     `rank` orders sequences: priority first, then arrival, then choice. A preempted sequence keeps it.
-    `num_siblings` choices will be forked from it when its prompt is done. `cached_tokens` is its first prefix hit.
+    `num_asked` counts steps in which its drafter was asked. `num_siblings` choices will be forked from it when its
+    prompt is done. `cached_tokens` is its first prefix hit.
     """
 
     request: Request
@@ -113,6 +116,7 @@ class Sequence:
     num_siblings: int = 0
     cached_tokens: int | None = None
     num_preemptions: int = 0
+    num_asked: int = 0
 
     @property
     def sequence_id(self) -> str:

@@ -169,7 +169,8 @@ class Scheduler:
         # alone, its prompt is enough; beside others it also needs the pages of its first roots
         tails = sequence.num_siblings + 1 if self.running else 0
         need = self.pool.pages_for(num_tokens) - len(pages) + tails
-        self._evict_for(need)
+        if need <= self.pool.num_free + self.pool.num_cached:
+            self._evict_for(need)
         if need > self.pool.num_free:
             table.release()
             return False

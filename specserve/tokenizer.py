@@ -97,13 +97,10 @@ class Tokenizer:
     def bad_word_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Token sequences that spell the words, at the start of a text and after a space, each once.
 
-        Other spellings (a word cut into tokens differently) are not covered, as in vLLM.
+        Other spellings (a word cut into tokens differently) are not covered, as in vLLM. A word of whitespace only
+        is taken as it is, at the start of a text and after a letter.
         """
-        spellings = {
-            tuple(self._encode(prefix + word.lstrip(), "bad_words", add_special_tokens=False)): None
-            for word in words
-            for prefix in ("", " ")
-        }
+        spellings = dict.fromkeys(ids for word in words for ids in self._spellings(word))
         return tuple(ids for ids in spellings if ids)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -142,6 +139,16 @@ class Tokenizer:
         """Whether a vocabulary entry is one raw byte (`<0xE2>`) of a byte-fallback vocabulary."""
         return self._byte_fallback and BYTE_PIECE.fullmatch(piece) is not None
 
+    def _spellings(self, word: str) -> list[tuple[int, ...]]:
+        def ids(text: str) -> tuple[int, ...]:
+            return tuple(self._encode(text, "bad_words", add_special_tokens=False))
+
+        bare = word.lstrip()
+        if bare:
+            return [ids(bare), ids(" " + bare)]
+        letter, inside = ids("a"), ids("a" + word)
+        return [ids(word), inside[len(letter) :] if inside[: len(letter)] == letter else ()]
+
     def _encode(self, text: str, field: str, add_special_tokens: bool) -> list[int]:
         try:
             text.encode("utf-8")
@@ -161,14 +168,33 @@ class Tokenizer:
         )
 
     def _find_eos(self, folder: Path) -> tuple[int, ...]:
+        size = self._model_vocab_size(folder)
         found: list[int] = []
         for name in ("config.json", "generation_config.json"):
             value = _read_json(folder / name).get("eos_token_id")
-            found += [] if value is None else value if isinstance(value, list) else [value]
+            for token_id in [] if value is None else value if isinstance(value, list) else [value]:
+                if type(token_id) is not int or not 0 <= token_id < size:
+                    raise ModelError(
+                        f"{folder / name}: eos_token_id is {value!r:.80}; allowed: whole numbers from 0 to {size - 1},"
+                        " one or a list"
+                    )
+                found.append(token_id)
         end_of_turn = self._end_of_turn()
-        if end_of_turn is not None:
+        if end_of_turn is not None and end_of_turn < size:  # what the model cannot say ends nothing
             found.append(end_of_turn)
         return tuple(dict.fromkeys(found))
+
+    def _model_vocab_size(self, folder: Path) -> int:
+        """What config.json says, which may be padded beyond the tokenizer's; else the tokenizer's."""
+        value = _read_json(folder / "config.json").get("vocab_size")
+        if value is None:
+            return self.vocab_size
+        whole = type(value) is int or (isinstance(value, float) and value.is_integer())
+        if not whole or value <= 0:
+            raise ModelError(
+                f"{folder / 'config.json'}: vocab_size is {value!r:.80}; it must be a whole number above 0"
+            )
+        return int(value)
 
     def _end_of_turn(self) -> int | None:
         """The special token that the chat template writes directly after an answer."""
@@ -290,7 +316,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise ModelError(f"{path} holds a {type(value).__name__}; it must be a JSON object")
@@ -312,11 +338,14 @@ def _template_source(folder: Path, config: Mapping[str, Any]) -> str | None:
     """`chat_template.jinja` if there is one, else the config's template, or its one named "default"."""
     path = folder / "chat_template.jinja"
     if path.is_file():
-        return path.read_text(encoding="utf-8")
+        try:
+            return path.read_text(encoding="utf-8")
+        except ValueError as error:
+            raise ModelError(f"{path} is not UTF-8 text: {error}") from None
     source = config.get("chat_template")
     if isinstance(source, list):
-        named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
-        source = named.get("default")
+        named = [entry for entry in source if isinstance(entry, dict) and entry.get("name") == "default"]
+        source = named[-1].get("template") if named else None
     return source if isinstance(source, str) else None
 
 

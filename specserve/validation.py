@@ -20,9 +20,45 @@ MAX_STOP_TOKEN_IDS = 1024
 MAX_SALT_LEN = 256
 MAX_SEED = (1 << 64) - 1
 MAX_BIASES = 1024
+MIN_PENALTY = 0.01
+MAX_PENALTY = 100.0
 MAX_BIAS = 100.0
 MAX_BAD_WORDS = 256
 MAX_CHOSEN_IDS = 128
+
+
+_INTEGERS = ("n", "top_k", "min_tokens", "seed", "max_tokens", "logprobs", "prompt_logprobs")
+_NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+_OPTIONAL = frozenset({"seed", "max_tokens", "logprobs", "prompt_logprobs"})
+_ID_LISTS = ("stop_token_ids", "logprob_token_ids", "allowed_token_ids")
+_TEXT_LISTS = ("stop", "bad_words")
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return _is_int(value) or isinstance(value, float)
+
+
+def _type_violations(request: Request) -> list[tuple[str, str]]:
+    """Python does not check what a caller in process passes; a wrong type would fail deep inside a step."""
+    params = request.params
+    wrong = [name for name in _INTEGERS if not _is_int(getattr(params, name))]
+    wrong += [name for name in _NUMBERS if not _is_number(getattr(params, name))]
+    wrong = [name for name in wrong if not (name in _OPTIONAL and getattr(params, name) is None)]
+    wrong += [name for name in _ID_LISTS if not all(map(_is_int, getattr(params, name) or ()))]
+    wrong += [name for name in _TEXT_LISTS if not all(isinstance(text, str) for text in getattr(params, name))]
+    if not all(_is_int(key) and _is_number(value) for key, value in (params.logit_bias or {}).items()):
+        wrong.append("logit_bias")
+    found = [(name, f"is {getattr(params, name)!r}, of the wrong type; see SamplingParams") for name in wrong]
+    if not all(map(_is_int, request.prompt_token_ids)):
+        found.append(("prompt_token_ids", "must be integers"))
+    count = request.speculation.num_draft_tokens
+    if count is not None and not _is_int(count):
+        found.append(("speculation.num_draft_tokens", f"is {count!r}; it must be an integer"))
+    return found
 
 
 def _number_violations(params: SamplingParams) -> list[tuple[str, str]]:
@@ -59,8 +95,9 @@ def _number_violations(params: SamplingParams) -> list[tuple[str, str]]:
 
 def _penalty_violations(params: SamplingParams) -> list[tuple[str, str]]:
     found = []
-    if not (math.isfinite(params.repetition_penalty) and params.repetition_penalty > 0):
-        found.append(("repetition_penalty", f"is {params.repetition_penalty}; allowed: more than 0 (1 = off)"))
+    if not MIN_PENALTY <= params.repetition_penalty <= MAX_PENALTY:
+        allowed = f"allowed: {MIN_PENALTY} to {MAX_PENALTY:g} (1 = off)"
+        found.append(("repetition_penalty", f"is {params.repetition_penalty}; {allowed}"))
     for name in ("presence_penalty", "frequency_penalty"):
         value = getattr(params, name)
         if not -2.0 <= value <= 2.0:
@@ -143,6 +180,9 @@ def validate(request: Request, limits: ModelLimits) -> None:
         InvalidRequest: with one violation per bad field.
         ContextLengthExceeded: the prompt can never fit; the message and metadata hold both numbers.
     """
+    found = _type_violations(request)
+    if found:  # nothing else can be said about values of the wrong type
+        raise InvalidRequest([FieldViolation(name, text) for name, text in found])
     found = _number_violations(request.params)
     found += _list_violations(request.params, limits)
     found += _speculation_violations(request, limits)

@@ -124,7 +124,8 @@ class HashTreeDrafter:
             parent, context = frontier.pop(0)
             children = self._random.sample(range(self._vocab_size), self._random.randint(0, 2))
             if self._random.random() < self._truth:
-                children = [c for c in children if c != (truth := next_token(context, self._vocab_size))] + [truth]
+                truth = next_token(context, self._vocab_size)
+                children = [*(child for child in children if child != truth), truth]
             for token in children[: cap - len(ids)]:
                 frontier.append((len(ids), [*context, token]))
                 ids.append(token)

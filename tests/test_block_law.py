@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from specserve.verify import block_acceptance, block_length, block_residual, block_weights
+from specserve.block import block_acceptance, block_length, block_residual, block_weights
 
 VOCAB, GAMMA = 3, 3
 Model = dict[tuple[int, ...], NDArray[np.float64]]

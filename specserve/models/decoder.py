@@ -23,6 +23,24 @@ from torch import Tensor
 from specserve.errors import ModelError, ModelNotFound
 
 ARCHITECTURE = "LlamaForCausalLM"
+# What each number may be, ends included: far beyond any real model, yet small enough that nothing overflows, and
+# that a wrong file is refused before memory or minutes are spent on it. fp32 counts positions exactly up to 2**24.
+RANGES: dict[str, tuple[float, float]] = {
+    "hidden_size": (1, 2**17),
+    "intermediate_size": (1, 2**20),
+    "num_hidden_layers": (1, 2**10),
+    "num_attention_heads": (1, 2**13),
+    "num_key_value_heads": (1, 2**13),
+    "head_dim": (1, 2**14),
+    "vocab_size": (1, 2**22),
+    "max_position_embeddings": (1, 2**24),
+    "original_max_position_embeddings": (1, 2**24),
+    "rms_norm_eps": (1e-30, 1.0),
+    "rope_theta": (1.0, 1e12),
+    "factor": (1.0, 1e6),
+    "low_freq_factor": (1e-3, 1e6),
+    "high_freq_factor": (1e-3, 1e6),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +83,7 @@ class DecoderConfig:
             raw = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise ModelNotFound(f"{folder} has no config.json; a Hugging Face model folder needs one") from None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ModelError(f"{path} is not valid JSON: {error}") from None
         if not isinstance(raw, dict):
             raise ModelError(f"{path} holds a {type(raw).__name__}; it must be a JSON object")
@@ -98,10 +116,10 @@ class DecoderConfig:
             num_key_value_heads=kv_heads,
             head_dim=head_dim,
             vocab_size=_size(raw, "vocab_size"),
-            rms_norm_eps=_positive(raw, "rms_norm_eps", 1e-6),
+            rms_norm_eps=_float(raw, "rms_norm_eps", 1e-6),
             rope_theta=theta,
             rope_scaling=scaling,
-            tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+            tie_word_embeddings=_flag(raw, "tie_word_embeddings"),
             max_position_embeddings=max_positions,
         )
 
@@ -136,53 +154,75 @@ class DecoderConfig:
 def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
     found = raw.get("architectures") or ([ARCHITECTURE] if raw.get("model_type") == "llama" else [])
     if found != [ARCHITECTURE]:
-        raise ModelError(f"config.json: architectures is {found}; supported: [{ARCHITECTURE!r}]")
+        raise ModelError(f"config.json: architectures is {found!r:.80}; supported: [{ARCHITECTURE!r}]")
     if raw.get("hidden_act", "silu") != "silu":
-        raise ModelError(f"config.json: hidden_act is {raw['hidden_act']!r}; supported: 'silu'")
+        raise ModelError(f"config.json: hidden_act is {raw['hidden_act']!r:.80}; supported: 'silu'")
     for name in ("attention_bias", "mlp_bias"):
-        if raw.get(name):
-            raise ModelError(f"config.json: {name} is {raw[name]!r}; supported: false (no biases)")
-    if raw.get("quantization_config"):
-        method = dict(raw["quantization_config"]).get("quant_method", "unknown")
+        if raw.get(name) not in (None, False):
+            raise ModelError(f"config.json: {name} is {raw[name]!r:.80}; supported: false (no biases)")
+    quantization = raw.get("quantization_config")
+    if quantization:
+        method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
         raise ModelError(
-            f"config.json: the weights are quantized ({method}); supported: bf16, fp16 and fp32 safetensors, or GGUF"
+            f"config.json: the weights are quantized ({method!s:.80}); supported: bf16, fp16 and fp32 safetensors, or GGUF"
         )
 
 
-def _positive(raw: Mapping[str, Any], name: str, default: float | None = None) -> float:
+def _float(raw: Mapping[str, Any], name: str, default: float | None = None) -> float:
     value = raw.get(name)
-    value = default if value is None else value
-    if value is None:
-        raise ModelError(f"config.json: {name} is missing")
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ModelError(f"config.json: {name} is {value!r}; it must be a number above 0")
-    return float(value)
+    return float(checked_number(f"config.json: {name}", name, default if value is None else value))
 
 
 def _size(raw: Mapping[str, Any], name: str, default: int | None = None) -> int:
-    value = _positive(raw, name, default)
-    if value != int(value):
-        raise ModelError(f"config.json: {name} is {value}; it must be a whole number")
-    return int(value)
+    value = raw.get(name)
+    return checked_size(f"config.json: {name}", name, default if value is None else value)
+
+
+def _flag(raw: Mapping[str, Any], name: str) -> bool:
+    value = raw.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise ModelError(f"config.json: {name} is {value!r:.80}; it must be true or false")
+    return bool(value)
+
+
+def checked_number(where: str, name: str, value: object) -> int | float:
+    """A number in the range of config field `name`; ModelError, which begins with `where`, if it is anything else."""
+    if value is None:
+        raise ModelError(f"{where} is missing")
+    least, most = RANGES[name]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+        raise ModelError(f"{where} is {value!r:.80}; it must be one number from {least} to {most}")
+    return value
+
+
+def checked_size(where: str, name: str, value: object) -> int:
+    """As `checked_number`, for fields that count something."""
+    number = checked_number(where, name, value)
+    if number != int(number):
+        raise ModelError(f"{where} is {number}; it must be a whole number")
+    return int(number)
 
 
 def _rope(raw: Mapping[str, Any], max_positions: int) -> tuple[float, Llama3Scaling | None]:
     """transformers 5 writes one `rope_parameters`; older configs `rope_theta` and `rope_scaling`."""
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        field = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
+        raise ModelError(f"config.json: {field} is {rope!r:.80}; it must be a JSON object")
     merged = {"rope_theta": raw.get("rope_theta"), **rope}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "llama3"):
-        raise ModelError(f"config.json: the rope type is {kind!r}; supported: 'default', 'llama3'")
+        raise ModelError(f"config.json: the rope type is {kind!r:.80}; supported: 'default', 'llama3'")
     partial = merged.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
     if partial not in (None, 1, 1.0):
-        raise ModelError(f"config.json: partial_rotary_factor is {partial}; supported: 1.0")
-    theta = _positive(merged, "rope_theta", 10000.0)
+        raise ModelError(f"config.json: partial_rotary_factor is {partial!r:.80}; supported: 1.0")
+    theta = _float(merged, "rope_theta", 10000.0)
     if kind == "default":
         return theta, None
     scaling = Llama3Scaling(
-        factor=_positive(rope, "factor"),
-        low_freq_factor=_positive(rope, "low_freq_factor"),
-        high_freq_factor=_positive(rope, "high_freq_factor"),
+        factor=_float(rope, "factor"),
+        low_freq_factor=_float(rope, "low_freq_factor"),
+        high_freq_factor=_float(rope, "high_freq_factor"),
         original_max_position_embeddings=_size(rope, "original_max_position_embeddings", max_positions),
     )
     if scaling.high_freq_factor <= scaling.low_freq_factor:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from gguf import GGMLQuantizationType, GGUFReader, ReaderTensor
+from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, ReaderTensor
 from gguf.quants import dequantize
 from numpy.typing import NDArray
 from safetensors.torch import save_file
@@ -25,8 +25,11 @@ from torch import Tensor
 from specserve.errors import ModelError, ModelNotFound, WeightsError
 from specserve.models.decoder import (
     ARCHITECTURE,
+    RANGES,
     DecoderConfig,
     Llama3Scaling,
+    checked_number,
+    checked_size,
     inverse_frequencies,
     llama3_frequencies,
 )
@@ -52,9 +55,28 @@ TOP_NAMES = {
     "output.weight": "lm_head.weight",
 }
 ROPE_FACTORS = "rope_freqs.weight"
+# Longest metadata array that is read; the largest vocabularies have some 600,000 merges.
+MAX_ARRAY = 2**22
 
 Progress = Callable[[str, int, int], None]
 """`progress(what, done, total)`; `done` and `total` count bytes or tensors of the stage `what`."""
+
+
+class _BoundedReader(GGUFReader):  # type: ignore[misc]  (gguf has no types)
+    """Refuses to read past the end: the reader itself then gets empty values, and counts through them for years."""
+
+    def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> NDArray[Any]:
+        if not 0 <= int(offset) <= len(self.data) - np.dtype(dtype).itemsize * int(count):
+            raise ValueError(f"{int(count)} values at byte {int(offset)} end past the end of the file")
+        values: NDArray[Any] = super()._get(offset, dtype, count, override_order)
+        return values
+
+    def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
+        if raw_type == GGUFValueType.ARRAY:
+            length = int(self._get(orig_offs + 4, np.uint64)[0])
+            if length > MAX_ARRAY:
+                raise ValueError(f"an array of {length} values at byte {int(orig_offs)}; at most {MAX_ARRAY} are read")
+        return super()._get_field_parts(orig_offs, raw_type)
 
 
 class GGUFFile:
@@ -70,32 +92,34 @@ class GGUFFile:
             raise ModelNotFound(f"{path} does not exist or is no file; give the path of a .gguf file")
         self.path = path
         try:
-            self._reader = GGUFReader(path)
-        except Exception as error:  # the reader indexes past the end of a short file in many ways
+            with np.errstate(all="ignore"):  # sums of offsets that wrap are refused as offsets
+                self._reader = _BoundedReader(path)
+        except MemoryError:
+            raise
+        except Exception as error:  # the reader trips over wrong bytes in many ways
             raise ModelError(
                 f"{path} is not a whole GGUF file ({type(error).__name__}: {error}); fetch it again"
             ) from None
         self.tensors: dict[str, ReaderTensor] = {tensor.name: tensor for tensor in self._reader.tensors}
-        for tensor in self._reader.tensors:
-            if tensor.data_offset + tensor.n_bytes > path.stat().st_size:
-                raise ModelError(f"{path} is cut short: tensor {tensor.name} ends past its end; fetch it again")
         architecture = self.get("general.architecture")
         if architecture != "llama":
-            raise ModelError(f"{path}: general.architecture is {architecture!r}; supported: 'llama'")
+            raise ModelError(f"{path}: general.architecture is {architecture!r:.80}; supported: 'llama'")
 
     def get(self, key: str, default: Any = None) -> Any:
-        """A metadata value as Python object, or `default`."""
+        """A metadata value as Python object, or `default`; ModelError if its bytes are no such value."""
         field = self._reader.get_field(key)
-        return default if field is None else field.contents()
+        try:
+            return default if field is None else field.contents()
+        except (ValueError, LookupError, AttributeError, TypeError) as error:
+            raise ModelError(f"{self.path}: metadata key {key} cannot be read: {error}; fetch it again") from None
 
-    def number(self, key: str, default: int | float | None = None) -> int | float:
-        """A metadata value that is one number above zero; ModelError if it is absent or anything else."""
-        value = self.get(key, default)
-        if value is None:
-            raise ModelError(f"{self.path}: metadata key {key} is missing")
-        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-            raise ModelError(f"{self.path}: metadata key {key} is {value!r:.80}; supported: one number above 0")
-        return value
+    def number(self, key: str, name: str, default: float | None = None) -> int | float:
+        """A metadata value in the range of config field `name`; ModelError if it is absent or anything else."""
+        return checked_number(f"{self.path}: metadata key {key}", name, self.get(key, default))
+
+    def size(self, key: str, name: str, default: int | None = None) -> int:
+        """As `number`, for fields that count something."""
+        return checked_size(f"{self.path}: metadata key {key}", name, self.get(key, default))
 
     def read(self, name: str) -> NDArray[np.float32]:
         """One tensor, dequantised, in the row-major shape that torch uses.
@@ -107,7 +131,8 @@ class GGUFFile:
         kind = GGMLQuantizationType(tensor.tensor_type)
         if kind.name not in TYPES:
             raise WeightsError(f"tensor {name} in {self.path} has type {kind.name}; supported: {', '.join(TYPES)}")
-        values = np.asarray(dequantize(tensor.data, kind), dtype=np.float32)
+        with np.errstate(all="ignore"):  # scales may be anything, as in the other loaders
+            values = np.asarray(dequantize(tensor.data, kind), dtype=np.float32)
         return values.reshape([int(size) for size in reversed(tensor.shape)])
 
 
@@ -118,12 +143,12 @@ def read_config(file: GGUFFile) -> dict[str, Any]:
         ModelError: a key is missing, or asks for what the decoder does not compute.
     """
     _refuse_unsupported(file)
-    heads = int(file.number("llama.attention.head_count"))
-    hidden = int(file.number("llama.embedding_length"))
-    head_dim = int(file.number("llama.attention.key_length", hidden // heads))
+    heads = file.size("llama.attention.head_count", "num_attention_heads")
+    hidden = file.size("llama.embedding_length", "hidden_size")
+    head_dim = file.size("llama.attention.key_length", "head_dim", hidden // heads)
     for key in ("llama.attention.value_length", "llama.rope.dimension_count"):
         if file.get(key, head_dim) != head_dim:
-            raise ModelError(f"{file.path}: {key} is {file.get(key)}; supported: the head size, {head_dim}")
+            raise ModelError(f"{file.path}: {key} is {file.get(key)!r:.80}; supported: the head size, {head_dim}")
     config = {
         "architectures": [ARCHITECTURE],
         "model_type": "llama",
@@ -131,15 +156,15 @@ def read_config(file: GGUFFile) -> dict[str, Any]:
         "attention_bias": False,
         "mlp_bias": False,
         "hidden_size": hidden,
-        "intermediate_size": int(file.number("llama.feed_forward_length")),
-        "num_hidden_layers": int(file.number("llama.block_count")),
+        "intermediate_size": file.size("llama.feed_forward_length", "intermediate_size"),
+        "num_hidden_layers": file.size("llama.block_count", "num_hidden_layers"),
         "num_attention_heads": heads,
-        "num_key_value_heads": int(file.number("llama.attention.head_count_kv", heads)),
+        "num_key_value_heads": file.size("llama.attention.head_count_kv", "num_key_value_heads", heads),
         "head_dim": head_dim,
         "vocab_size": int(file.tensors["token_embd.weight"].shape[-1]),
-        "rms_norm_eps": _shortest(file.number("llama.attention.layer_norm_rms_epsilon")),
-        "rope_theta": _shortest(file.number("llama.rope.freq_base", 10000.0)),
-        "max_position_embeddings": int(file.number("llama.context_length")),
+        "rms_norm_eps": _shortest(file.number("llama.attention.layer_norm_rms_epsilon", "rms_norm_eps")),
+        "rope_theta": _shortest(file.number("llama.rope.freq_base", "rope_theta", 10000.0)),
+        "max_position_embeddings": file.size("llama.context_length", "max_position_embeddings"),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "torch_dtype": "bfloat16",
     }
@@ -153,9 +178,12 @@ def _refuse_unsupported(file: GGUFFile) -> None:
         raise ModelError(f"{file.path} is a mixture of experts; supported: dense llama models")
     scaling = file.get("llama.rope.scaling.type", "none")
     if scaling != "none":
-        raise ModelError(f"{file.path}: llama.rope.scaling.type is {scaling!r}; supported: 'none', llama 3 factors")
+        raise ModelError(f"{file.path}: llama.rope.scaling.type is {scaling!r:.80}; supported: 'none', llama 3 factors")
     if "token_embd.weight" not in file.tensors:
         raise WeightsError(f"{file.path}: tensor token_embd.weight is missing")
+    shape = file.tensors["token_embd.weight"].shape.tolist()
+    if len(shape) != 2:
+        raise WeightsError(f"{file.path}: tensor token_embd.weight has shape {shape!s:.80}; it must have two sizes")
 
 
 def _shortest(value: float) -> float:
@@ -166,11 +194,16 @@ def _shortest(value: float) -> float:
 def _llama3_scaling(file: GGUFFile, config: dict[str, Any]) -> dict[str, Any]:
     """llama.cpp stores Llama 3.1's scaling as ready factors; find the parameters that give exactly those."""
     factors = torch.from_numpy(file.read(ROPE_FACTORS).copy()).flatten()
-    factor = float(factors.max())
+    factor = max(factors.tolist(), default=0.0)
     inverse = inverse_frequencies(DecoderConfig.from_dict(config))
     scaling = Llama3Scaling(factor, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
     expected = inverse / llama3_frequencies(inverse, scaling)
-    if factors.shape != expected.shape or not torch.allclose(factors, expected, rtol=1e-4):
+    least, most = RANGES["factor"]
+    if (
+        factors.shape != expected.shape
+        or not least <= factor <= most
+        or not torch.allclose(factors, expected, rtol=1e-4)
+    ):
         raise ModelError(
             f"{file.path}: {ROPE_FACTORS} is not Llama 3 scaling (low 1, high 4, trained length 8192, any factor),"
             " the only kind supported"

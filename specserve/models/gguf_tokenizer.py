@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
@@ -26,6 +26,8 @@ LLAMA3_NAMES = ("llama-bpe", "llama3", "llama-v3")
 Metadata = Callable[..., Any]
 """`get(key, default=None)` of a GGUF file's metadata."""
 
+T = TypeVar("T", str, int)
+
 
 def write_tokenizer(get: Metadata, folder: Path, max_len: int) -> dict[str, Any]:
     """Write tokenizer.json and tokenizer_config.json; returns the `bos_token_id`, `eos_token_id` … for config.json.
@@ -35,7 +37,7 @@ def write_tokenizer(get: Metadata, folder: Path, max_len: int) -> dict[str, Any]
     Raises:
         ModelError: the tokenizer is no byte-level BPE, its pre-tokenizer is unknown, or its parts do not fit.
     """
-    tokens = get("tokenizer.ggml.tokens") or []
+    tokens = _list(get, "tokenizer.ggml.tokens", str)
     token_ids = _token_ids(get, len(tokens))
     _build(get, tokens, token_ids).save(str(folder / "tokenizer.json"))
     config: dict[str, Any] = {
@@ -44,12 +46,18 @@ def write_tokenizer(get: Metadata, folder: Path, max_len: int) -> dict[str, Any]
         "model_max_length": max_len,
     }
     eos = token_ids.get("eos_token_id", [])
-    named = {**token_ids, "eos_token_id": eos[0] if eos else None, "unk_token_id": get(_key("unknown"))}
+    named = {
+        **token_ids,
+        "eos_token_id": eos[0] if eos else None,
+        "unk_token_id": _token_id(get, "unknown", len(tokens)),
+    }
     for name in ("bos", "eos", "pad", "unk"):
         token_id = named.get(f"{name}_token_id")
-        if token_id is not None and token_id < len(tokens):
+        if token_id is not None:
             config[f"{name}_token"] = tokens[token_id]
     template = get("tokenizer.chat_template")
+    if template is not None and not isinstance(template, str):
+        raise ModelError(f"GGUF metadata: tokenizer.chat_template is {template!r:.80}; it must be text")
     if template:
         config["chat_template"] = template
     text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
@@ -57,31 +65,48 @@ def write_tokenizer(get: Metadata, folder: Path, max_len: int) -> dict[str, Any]
     return token_ids
 
 
-def _key(name: str) -> str:
-    return f"tokenizer.ggml.{name}_token_id"
+def _list(get: Metadata, key: str, kind: type[T]) -> list[T]:
+    """A metadata array of `kind`; [] if it is absent."""
+    value = get(key)
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        raise ModelError(f"GGUF metadata: {key} is {value!r:.80}; it must be an array of {kind.__name__}")
+    for index, item in enumerate(value):
+        if type(item) is not kind:
+            raise ModelError(f"GGUF metadata: {key}[{index}] is {item!r:.80}; it must be {kind.__name__}")
+    return value
+
+
+def _token_id(get: Metadata, name: str, num_tokens: int) -> int | None:
+    key = f"tokenizer.ggml.{name}_token_id"
+    value = get(key)
+    if value is not None and (type(value) is not int or not 0 <= value < num_tokens):
+        raise ModelError(
+            f"GGUF metadata: {key} is {value!r:.80}; the vocabulary has {num_tokens} tokens, so it must be a whole"
+            f" number from 0 to {num_tokens - 1}"
+        )
+    return value
 
 
 def _token_ids(get: Metadata, num_tokens: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for target, name in (("bos_token_id", "bos"), ("pad_token_id", "padding")):
-        if get(_key(name)) is not None:
-            found[target] = int(get(_key(name)))
-    ends = [int(get(_key(name))) for name in ("eos", "eot") if get(_key(name)) is not None]
-    if ends:
-        found["eos_token_id"] = list(dict.fromkeys(ends))
-    for name, value in found.items():
-        for token_id in value if isinstance(value, list) else [value]:
-            if not 0 <= token_id < num_tokens:
-                raise ModelError(f"GGUF metadata: {name} is {token_id}; the vocabulary has {num_tokens} tokens")
+        token_id = _token_id(get, name, num_tokens)
+        if token_id is not None:
+            found[target] = token_id
+    ends = [_token_id(get, name, num_tokens) for name in ("eos", "eot")]
+    if ends != [None, None]:
+        found["eos_token_id"] = list(dict.fromkeys(end for end in ends if end is not None))
     return found
 
 
 def _build(get: Metadata, tokens: list[str], token_ids: dict[str, Any]) -> Tokenizer:
     kind, pre = get("tokenizer.ggml.model"), get("tokenizer.ggml.pre")
     if kind != "gpt2":
-        raise ModelError(f"GGUF metadata: tokenizer.ggml.model is {kind!r}; supported: 'gpt2' (byte-level BPE)")
+        raise ModelError(f"GGUF metadata: tokenizer.ggml.model is {kind!r:.80}; supported: 'gpt2' (byte-level BPE)")
     splitter = _pre_tokenizer(pre)
-    merges = [tuple(merge.split(" ", 1)) for merge in get("tokenizer.ggml.merges") or []]
+    merges = [tuple(merge.split(" ", 1)) for merge in _list(get, "tokenizer.ggml.merges", str)]
     vocab = {token: index for index, token in enumerate(tokens)}
     if not tokens or len(vocab) != len(tokens):
         raise ModelError(f"GGUF metadata: {len(tokens)} tokens, {len(vocab)} of them distinct; all must be distinct")
@@ -92,15 +117,22 @@ def _build(get: Metadata, tokens: list[str], token_ids: dict[str, Any]) -> Token
         raise ModelError(f"GGUF metadata: tokens and merges do not fit together: {error}") from None
     tokenizer.pre_tokenizer = splitter
     tokenizer.decoder = decoders.ByteLevel()
-    _add_special_tokens(tokenizer, tokens, get("tokenizer.ggml.token_type") or [])
-    if get("tokenizer.ggml.add_bos_token", llama3) and "bos_token_id" in token_ids:
-        bos_id = token_ids["bos_token_id"]
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single=f"{tokens[bos_id]} $A",
-            pair=f"{tokens[bos_id]} $A {tokens[bos_id]} $B",
-            special_tokens=[(tokens[bos_id], bos_id)],
-        )
+    _add_special_tokens(tokenizer, tokens, _list(get, "tokenizer.ggml.token_type", int))
+    add_bos = get("tokenizer.ggml.add_bos_token", llama3)
+    if not isinstance(add_bos, bool):
+        raise ModelError(f"GGUF metadata: tokenizer.ggml.add_bos_token is {add_bos!r:.80}; it must be a bool")
+    if add_bos and "bos_token_id" in token_ids:
+        tokenizer.post_processor = _bos_in_front(tokens[token_ids["bos_token_id"]], token_ids["bos_token_id"])
     return tokenizer
+
+
+def _bos_in_front(bos: str, bos_id: int) -> Any:
+    try:
+        return processors.TemplateProcessing(
+            single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, bos_id)]
+        )
+    except Exception as error:  # the library raises bare exceptions
+        raise ModelError(f"GGUF metadata: token {bos_id}, {bos!r:.80}, cannot begin a text: {error}") from None
 
 
 def _pre_tokenizer(name: str | None) -> Any:
@@ -116,7 +148,7 @@ def _pre_tokenizer(name: str | None) -> Any:
             return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
         case _:
             raise ModelError(
-                f"GGUF metadata: tokenizer.ggml.pre is {name!r}; supported: 'smollm', 'gpt-2', 'llama-bpe'"
+                f"GGUF metadata: tokenizer.ggml.pre is {name!r:.80}; supported: 'smollm', 'gpt-2', 'llama-bpe'"
             )
 
 

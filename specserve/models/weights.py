@@ -98,7 +98,7 @@ def _weight_files(folder: Path) -> dict[Path, set[str] | None]:
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         entries = [(str(name), str(file)) for name, file in weight_map.items()]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise WeightsError(f"{index} is not a safetensors index with a weight_map: {error!r}") from None
     files: dict[Path, set[str] | None] = {}
     for name, file in entries:

@@ -159,6 +159,7 @@ class EngineMachine(RuleBasedStateMachine):
         if not hasattr(self, "engine"):
             return
         self.engine.pool.check()
+        assert self.engine.metrics.num_drafter_faults == 0
         if self.engine.index is not None:
             self.engine.index.check()
             self._published_pages_hold_their_keys()

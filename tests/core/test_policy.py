@@ -36,6 +36,11 @@ def test_options_find_their_groups_and_unknown_ones_name_the_nearest() -> None:
         ({"threads": 0}, "threads is 0"),
         ({"max_model_len": 0}, "max_model_len is 0"),
         ({"kernels": "nativ"}, "Did you mean 'native'"),
+        ({"max_num_seqs": "8"}, "must be an integer"),
+        ({"page_size": 16.5}, "must be an integer"),
+        ({"kv_cache_gib": "2"}, "must be a number"),
+        ({"verification": "block"}, "needs a drafter that samples"),
+        ({"verification": "none"}, "allowed: coupled, block"),
     ],
 )
 def test_bad_options_say_what_is_allowed(options: dict[str, object], text: str) -> None:
@@ -74,6 +79,20 @@ def test_an_unknown_drafter_names_the_nearest() -> None:
         ({"stop": ("a",) * 65}, "stop"),
         ({"stop_token_ids": (100,)}, "stop_token_ids[0]"),
         ({"repetition_penalty": 0.0}, "repetition_penalty"),
+        ({"repetition_penalty": 1e-46}, "repetition_penalty"),
+        ({"repetition_penalty": 1e39}, "repetition_penalty"),
+        ({"max_tokens": 2.5}, "max_tokens"),
+        ({"n": 2.0}, "n"),
+        ({"n": True}, "n"),
+        ({"seed": 1.5}, "seed"),
+        ({"top_k": 2.5}, "top_k"),
+        ({"logprobs": 1.5}, "logprobs"),
+        ({"temperature": None}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"stop_token_ids": (3.0,)}, "stop_token_ids"),
+        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"stop": (1,)}, "stop"),
+        ({"bad_words": (b"x",)}, "bad_words"),
         ({"presence_penalty": 2.5}, "presence_penalty"),
         ({"frequency_penalty": float("nan")}, "frequency_penalty"),
         ({"logit_bias": {3: 101.0}}, "logit_bias[3]"),
@@ -103,6 +122,8 @@ def test_each_bad_parameter_is_refused_by_name(params: dict[str, object], field:
         ({"speculation": SpeculationParams(num_draft_tokens=65)}, "speculation.num_draft_tokens"),
         ({"cache_salt": "x" * 257}, "cache_salt"),
         ({"priority": 1 << 31}, "priority"),
+        ({"prompt_token_ids": (1.0,)}, "prompt_token_ids"),
+        ({"speculation": SpeculationParams(num_draft_tokens=2.5)}, "speculation.num_draft_tokens"),  # type: ignore
     ],
 )
 def test_each_bad_field_is_refused_by_name(change: dict[str, object], field: str) -> None:

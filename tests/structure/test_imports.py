@@ -19,6 +19,7 @@ TABLE: dict[str, frozenset[str]] = {
     "specserve_kernels": frozenset({TORCH}),
     "processors": PURE_ROWS,
     "sample": PURE_ROWS | {"processors", "specserve_kernels", "grammar", TORCH},
+    "block": frozenset(),
     "verify": PURE_ROWS | {"specserve_kernels", TORCH},
     "batch": PURE_ROWS | {"specserve_kernels", "grammar", TORCH},
     "grammar": PURE_ROWS | {TORCH},
