@@ -191,6 +191,57 @@ def test_eos_is_the_union_of_config_generation_config_and_template(tiny_llama: T
     assert Tokenizer(folder).eos_token_ids == ()
 
 
+WRONG_EOS: dict[str, tuple[Any, str]] = {
+    "text": ("2", "eos_token_id is '2'; allowed: whole numbers from 0 to {last}, one or a list"),
+    "texts": ([2, "0"], r"eos_token_id is \[2, '0'\]; allowed"),
+    "bool": (True, "eos_token_id is True; allowed"),
+    "fraction": (2.0, "eos_token_id is 2.0; allowed"),
+    "negative": (-1, "eos_token_id is -1; allowed"),
+    "outside": ([0, 10**6], r"eos_token_id is \[0, 1000000\]; allowed: whole numbers from 0 to {last}"),
+    "enormous": (10**400, r"eos_token_id is 1000.{{0,80}}; allowed"),
+    "object": ({"id": 2}, "eos_token_id is {{'id': 2}}; allowed"),
+    "nested": ([[2]], r"eos_token_id is \[\[2\]\]; allowed"),
+}
+
+
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize("case", list(WRONG_EOS))
+def test_wrong_eos_ids_are_refused_by_file(folder: Path, file: str, case: str) -> None:
+    value, message = WRONG_EOS[case]
+    raw = json.loads((folder / file).read_text())
+    (folder / file).write_text(json.dumps({**raw, "eos_token_id": value}))
+    last = json.loads((folder / "config.json").read_text())["vocab_size"] - 1
+    with pytest.raises(ModelError, match=file.replace(".", r"\.") + ": " + message.format(last=last)):
+        Tokenizer(folder)
+
+
+def test_eos_ids_are_checked_against_the_models_vocabulary(folder: Path) -> None:
+    size = Tokenizer(folder).vocab_size
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": size + 5}))
+    with pytest.raises(ModelError, match=f"from 0 to {size - 1}"):
+        Tokenizer(folder)
+    (folder / "config.json").write_text(json.dumps({**config, "vocab_size": size + 6}))  # padded, as many models are
+    assert Tokenizer(folder).eos_token_ids == (2, size + 5)
+    (folder / "config.json").unlink()
+    with pytest.raises(ModelError, match=rf"generation_config\.json: eos_token_id is {size + 5}; .* to {size - 1}"):
+        Tokenizer(folder)
+    for wrong in ("300", True, 0, -1, 2.5, float("inf")):
+        (folder / "config.json").write_text(json.dumps({**config, "vocab_size": wrong}))
+        with pytest.raises(ModelError, match=r"config\.json: vocab_size is .*; it must be a whole number above 0"):
+            Tokenizer(folder)
+
+
+def test_bad_words_of_text_and_of_whitespace(byte_level: Tokenizer, sentencepiece: Tokenizer) -> None:
+    def pieces(tokenizer: Tokenizer, *words: str) -> list[list[str | None]]:
+        return [[tokenizer.piece(token_id) for token_id in ids] for ids in tokenizer.bad_word_ids(words)]
+
+    assert pieces(byte_level, "the", " the") == [["the"], ["Ġthe"]]
+    assert pieces(byte_level, "\n", " ", "\n\n") == [["Ċ"], ["Ġ"], ["Ċ", "Ċ"]]
+    assert pieces(byte_level, "") == []
+    assert pieces(sentencepiece, "\n") == [["▁", "\n"], ["\n"]]
+
+
 def set_template(folder: Path, template: Any, **more: Any) -> None:
     path = folder / "tokenizer_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": template, **more}))
@@ -254,8 +305,14 @@ def test_templates_may_refuse_and_may_be_absent(folder: Path) -> None:
     set_template(folder, None)
     with pytest.raises(InvalidRequest, match="has no chat template; send a plain prompt"):
         Tokenizer(folder).encode_chat(CHAT)
+    set_template(folder, [{"name": ["default"], "template": "x"}, {"name": "other", "template": "y"}])
+    with pytest.raises(InvalidRequest, match="has no chat template; send a plain prompt"):
+        Tokenizer(folder).encode_chat(CHAT)
     set_template(folder, "{% if %}")
     with pytest.raises(ModelError, match="chat template is not valid"):
+        Tokenizer(folder)
+    (folder / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(ModelError, match=r"chat_template\.jinja is not UTF-8 text"):
         Tokenizer(folder)
 
 

@@ -164,7 +164,8 @@ def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
     if quantization:
         method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
         raise ModelError(
-            f"config.json: the weights are quantized ({method!s:.80}); supported: bf16, fp16 and fp32 safetensors, or GGUF"
+            f"config.json: the weights are quantized ({method!s:.80});"
+            " supported: bf16, fp16 and fp32 safetensors, or GGUF"
         )
 
 

@@ -62,8 +62,11 @@ Progress = Callable[[str, int, int], None]
 """`progress(what, done, total)`; `done` and `total` count bytes or tensors of the stage `what`."""
 
 
-class _BoundedReader(GGUFReader):  # type: ignore[misc]  (gguf has no types)
-    """Refuses to read past the end: the reader itself then gets empty values, and counts through them for years."""
+class _BoundedReader(GGUFReader):  # type: ignore[misc]  # gguf has no types
+    """Refuses to read past the end: the reader itself then gets empty values, and counts through them for years.
+
+    Arrays of numbers are read at once; the reader itself takes them one by one.
+    """
 
     def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> NDArray[Any]:
         if not 0 <= int(offset) <= len(self.data) - np.dtype(dtype).itemsize * int(count):
@@ -72,10 +75,16 @@ class _BoundedReader(GGUFReader):  # type: ignore[misc]  (gguf has no types)
         return values
 
     def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
-        if raw_type == GGUFValueType.ARRAY:
-            length = int(self._get(orig_offs + 4, np.uint64)[0])
-            if length > MAX_ARRAY:
-                raise ValueError(f"an array of {length} values at byte {int(orig_offs)}; at most {MAX_ARRAY} are read")
+        if raw_type != GGUFValueType.ARRAY:
+            return super()._get_field_parts(orig_offs, raw_type)
+        raw_kind, raw_length = self._get(orig_offs, np.uint32), self._get(orig_offs + 4, np.uint64)
+        kind, length = GGUFValueType(raw_kind[0]), int(raw_length[0])
+        if length > MAX_ARRAY:
+            raise ValueError(f"an array of {length} values at byte {int(orig_offs)}; at most {MAX_ARRAY} are read")
+        if kind in self.gguf_scalar_to_np:
+            values = self._get(orig_offs + 12, self.gguf_scalar_to_np[kind], length)
+            return 12 + int(values.nbytes), [raw_kind, raw_length, values], [2], [GGUFValueType.ARRAY, kind]
+        self._get(orig_offs + 12, np.uint64, length)  # every text or array begins with at least that
         return super()._get_field_parts(orig_offs, raw_type)
 
 

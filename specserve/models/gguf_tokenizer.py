@@ -106,7 +106,7 @@ def _build(get: Metadata, tokens: list[str], token_ids: dict[str, Any]) -> Token
     if kind != "gpt2":
         raise ModelError(f"GGUF metadata: tokenizer.ggml.model is {kind!r:.80}; supported: 'gpt2' (byte-level BPE)")
     splitter = _pre_tokenizer(pre)
-    merges = [tuple(merge.split(" ", 1)) for merge in _list(get, "tokenizer.ggml.merges", str)]
+    merges = [merge.partition(" ")[::2] for merge in _list(get, "tokenizer.ggml.merges", str)]
     vocab = {token: index for index, token in enumerate(tokens)}
     if not tokens or len(vocab) != len(tokens):
         raise ModelError(f"GGUF metadata: {len(tokens)} tokens, {len(vocab)} of them distinct; all must be distinct")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import specserve_kernels
@@ -40,10 +40,10 @@ def test_an_unknown_name_is_refused() -> None:
 
 
 def test_auto_takes_native_where_it_loads(monkeypatch: pytest.MonkeyPatch) -> None:
-    ops = object()
+    ops = SimpleNamespace(isa="plain")
     monkeypatch.setitem(sys.modules, "specserve_kernels.cpu.native", native_module(ops))
     assert load("auto") is ops and load("native") is ops
-    assert describe("auto") == specserve_kernels.BackendDescription("native", None)
+    assert describe("auto") == specserve_kernels.BackendDescription("native", isa="plain")
 
 
 @pytest.mark.parametrize(("module", "reason"), [(native_module(None), "no compiler"), (None, "halted; None in")])

@@ -154,6 +154,33 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "negative": ({"num_hidden_layers": -1}, "num_hidden_layers is -1"),
     "fraction": ({"hidden_size": 32.5}, "hidden_size is 32.5; it must be a whole number"),
     "text": ({"hidden_size": "32"}, "hidden_size is '32'"),
+    "long": (
+        {"max_position_embeddings": 1e13},
+        "max_position_embeddings is 10000000000000.0; it must be one number from 1 to 16777",
+    ),
+    "layers": ({"num_hidden_layers": 1e7}, "num_hidden_layers is 10000000.0; it must be one number from 1 to 1024"),
+    "vocab": ({"vocab_size": 2**22 + 1}, "vocab_size is 4194305; it must be one number from 1 to 4194304"),
+    "hidden": ({"hidden_size": 2**18}, "hidden_size is 262144; it must be one number from 1 to 131072"),
+    "inner": ({"intermediate_size": 2**21}, "intermediate_size is 2097152; it must be"),
+    "googol": ({"hidden_size": 10**400}, "hidden_size is 10000.{0,80}; it must be one number"),
+    "theta": ({"rope_parameters": {"rope_theta": 10**400}}, "rope_theta is 10000.{0,80}; it must be one number"),
+    "nan": ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan; it must be"),
+    "infinite": ({"num_hidden_layers": float("inf")}, "num_hidden_layers is inf; it must be"),
+    "bool": ({"num_hidden_layers": True}, "num_hidden_layers is True; it must be"),
+    "more_heads_than_hidden": ({"head_dim": None, "hidden_size": 2}, "head_dim is 0; it must be"),
+    "tie_text": ({"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false'; it must be true or false"),
+    "tie_number": ({"tie_word_embeddings": 1}, "tie_word_embeddings is 1; it must be true or false"),
+    "bias_text": ({"mlp_bias": ""}, "mlp_bias is ''; supported: false"),
+    "rope_list": ({"rope_parameters": [1]}, r"rope_parameters is \[1\]; it must be a JSON object"),
+    "rope_scaling_text": (
+        {"rope_parameters": None, "rope_scaling": "linear"},
+        "rope_scaling is 'linear'; it must be a JSON object",
+    ),
+    "quantization_text": ({"quantization_config": "awq"}, r"quantized \(awq\)"),
+    "llama3_length": (
+        {"rope_parameters": {**LLAMA3_ROPE, "original_max_position_embeddings": 1e13}},
+        "original_max_position_embeddings is 10000000000000.0; it must be",
+    ),
     "llama3_factors": (
         {"rope_parameters": {**LLAMA3_ROPE, "high_freq_factor": 1.0}},
         "high_freq_factor 1.0 must be above",
@@ -172,6 +199,12 @@ def test_config_file_errors_are_told_apart(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFound, match=r"has no config\.json"):
         DecoderConfig.from_folder(tmp_path)
     (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelError, match="not valid JSON"):
+        DecoderConfig.from_folder(tmp_path)
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(ModelError, match="not valid JSON"):
+        DecoderConfig.from_folder(tmp_path)
+    (tmp_path / "config.json").write_bytes(b"\xff")
     with pytest.raises(ModelError, match="not valid JSON"):
         DecoderConfig.from_folder(tmp_path)
     (tmp_path / "config.json").write_text("[]")

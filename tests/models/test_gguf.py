@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import random
+import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +97,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[ModelError], str]] = {
     "per_layer_heads": (
         {"change": lambda w: w.add_head_count_kv([1, 2])},
         ModelError,
-        r"head_count_kv is \[1, 2\]; supported: one number above 0",
+        r"head_count_kv is \[1, 2\]; it must be one number from 1 to 8192",
     ),
     "yarn": (
         {"change": lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.YARN)},
@@ -152,6 +155,90 @@ def test_missing_metadata_is_named(tmp_path: Path) -> None:
         read_config(GGUFFile(tmp_path / "m.gguf"))
 
 
+BLOCKS, THETA, EPS = "llama.block_count", "llama.rope.freq_base", "llama.attention.layer_norm_rms_epsilon"
+NUMBERS: dict[str, tuple[str, Any, gguf.GGUFValueType, str]] = {
+    "fraction": (BLOCKS, 1.5, gguf.GGUFValueType.FLOAT32, "block_count is 1.5; it must be a whole number"),
+    "nan": (
+        BLOCKS,
+        float("nan"),
+        gguf.GGUFValueType.FLOAT32,
+        "block_count is nan; it must be one number from 1 to 1024",
+    ),
+    "negative": (BLOCKS, -1, gguf.GGUFValueType.INT32, "block_count is -1; it must be"),
+    "enormous": (BLOCKS, 2**63, gguf.GGUFValueType.UINT64, "block_count is 9223372036854775808; it must be"),
+    "text": (BLOCKS, "1", gguf.GGUFValueType.STRING, "block_count is '1'; it must be"),
+    "bool": (BLOCKS, True, gguf.GGUFValueType.BOOL, "block_count is True; it must be"),
+    "theta_infinite": (THETA, float("inf"), gguf.GGUFValueType.FLOAT32, "freq_base is inf; it must be"),
+    "theta_enormous": (THETA, 1e300, gguf.GGUFValueType.FLOAT64, r"freq_base is 1e\+300; it must be"),
+    "eps_nan": (EPS, float("nan"), gguf.GGUFValueType.FLOAT32, "rms_epsilon is nan; it must be"),
+    "dims_nan": (
+        "llama.rope.dimension_count",
+        float("nan"),
+        gguf.GGUFValueType.FLOAT32,
+        "dimension_count is nan; supported: the head size, 64",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Duplicated key")
+@pytest.mark.parametrize("case", list(NUMBERS))
+def test_wrong_numbers_name_file_key_and_range(tmp_path: Path, case: str) -> None:
+    key, value, kind, message = NUMBERS[case]
+    write_gguf(tmp_path / "m.gguf", change=lambda writer: replace_value(writer, key, value, kind))
+    with pytest.raises(ModelError, match=rf"m\.gguf: .*{message}"):
+        convert(tmp_path / "m.gguf", tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["m.gguf"]
+
+
+def replace_value(writer: gguf.GGUFWriter, key: str, value: Any, kind: gguf.GGUFValueType) -> None:
+    writer.kv_data[0].pop(key, None)
+    writer.add_key_value(key, value, kind)
+
+
+def test_a_number_array_longer_than_the_file_is_refused_at_once(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "m.gguf")
+    data = bytearray((tmp_path / "m.gguf").read_bytes())
+    length_at = data.index(b"tokenizer.ggml.token_type") + len("tokenizer.ggml.token_type") + 8
+    started = time.monotonic()
+    for length in (2**21, 2**40, 2**63):
+        data[length_at : length_at + 8] = length.to_bytes(8, "little")
+        (tmp_path / "m.gguf").write_bytes(data)
+        with pytest.raises(ModelError, match="not a whole GGUF file"):
+            GGUFFile(tmp_path / "m.gguf")
+    assert time.monotonic() - started < 5
+
+
+def test_text_that_is_not_utf8_is_refused_by_key(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "m.gguf")
+    data = (tmp_path / "m.gguf").read_bytes()
+    (tmp_path / "m.gguf").write_bytes(data.replace(b"<|im_start|>", b"<|im_st\xffrt|>", 1))
+    with pytest.raises(ModelError, match=r"m\.gguf: metadata key tokenizer\.ggml\.tokens cannot be read"):
+        convert(tmp_path / "m.gguf", tmp_path / "out")
+
+
+def test_any_wrong_bytes_give_a_model_or_a_model_error(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "m.gguf", Kind.Q8_0)
+    whole = (tmp_path / "m.gguf").read_bytes()
+    head = int(GGUFFile(tmp_path / "m.gguf")._reader.data_offset)
+    rng = random.Random(0)
+    started, outcomes = time.monotonic(), {"loaded": 0, "refused": 0}
+    for case in range(300):
+        data = bytearray(whole)
+        for _ in range(rng.choice((1, 1, 2, 8))):
+            data[rng.randrange(len(data) if case % 10 == 0 else head)] ^= rng.randrange(1, 256)
+        (tmp_path / "m.gguf").write_bytes(data)
+        try:
+            convert(tmp_path / "m.gguf", tmp_path / "out")
+            load_weights(tmp_path / "out", DecoderConfig.from_folder(tmp_path / "out"))
+            Tokenizer(tmp_path / "out").encode(TEXT)
+            outcomes["loaded"] += 1
+        except ModelError:
+            outcomes["refused"] += 1
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+    assert min(outcomes.values()) > 20, outcomes
+    assert time.monotonic() - started < 60
+
+
 def build(folder: Path, metadata: dict[str, Any]) -> tokenizers.Tokenizer:
     write_tokenizer(metadata.get, folder, 128)
     return tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -202,6 +289,25 @@ TOKENIZER_REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "merges": ({"tokenizer.ggml.merges": ["qq zz"]}, "tokens and merges do not fit together"),
     "types": ({"tokenizer.ggml.token_type": [1, 2]}, "but 2 token types"),
     "eos": ({"tokenizer.ggml.eos_token_id": 99999}, "eos_token_id is 99999; the vocabulary has"),
+    "eos_text": ({"tokenizer.ggml.eos_token_id": "2"}, "eos_token_id is '2'; the vocabulary has"),
+    "eos_nan": ({"tokenizer.ggml.eos_token_id": float("nan")}, "eos_token_id is nan; the vocabulary has"),
+    "eot_list": ({"tokenizer.ggml.eot_token_id": [2]}, r"eot_token_id is \[2\]; the vocabulary has"),
+    "bos_bool": ({"tokenizer.ggml.bos_token_id": True}, "bos_token_id is True; the vocabulary has"),
+    "bos_fraction": ({"tokenizer.ggml.bos_token_id": 1.5}, "bos_token_id is 1.5; the vocabulary has"),
+    "pad_negative": ({"tokenizer.ggml.padding_token_id": -1}, "padding_token_id is -1; the vocabulary has"),
+    "unk_negative": ({"tokenizer.ggml.unknown_token_id": -1}, "unknown_token_id is -1; the vocabulary has"),
+    "tokens_number": ({"tokenizer.ggml.tokens": 5}, "tokens is 5; it must be an array of str"),
+    "tokens_text": ({"tokenizer.ggml.tokens": "abc"}, "tokens is 'abc'; it must be an array of str"),
+    "tokens_numbers": ({"tokenizer.ggml.tokens": ["a", 2, "b"]}, r"tokens\[1\] is 2; it must be str"),
+    "merges_number": ({"tokenizer.ggml.merges": 7}, "merges is 7; it must be an array of str"),
+    "merges_numbers": ({"tokenizer.ggml.merges": [7]}, r"merges\[0\] is 7; it must be str"),
+    "merges_one": ({"tokenizer.ggml.merges": ["ab"]}, "tokens and merges do not fit together"),
+    "types_number": ({"tokenizer.ggml.token_type": 1}, "token_type is 1; it must be an array of int"),
+    "types_texts": ({"tokenizer.ggml.token_type": ["1"]}, r"token_type\[0\] is '1'; it must be int"),
+    "types_nan": ({"tokenizer.ggml.token_type": [float("nan")]}, r"token_type\[0\] is nan; it must be int"),
+    "template": ({"tokenizer.chat_template": [1]}, r"chat_template is \[1\]; it must be text"),
+    "add_bos": ({"tokenizer.ggml.add_bos_token": "no"}, "add_bos_token is 'no'; it must be a bool"),
+    "pre_list": ({"tokenizer.ggml.pre": ["gpt-2"]}, r"pre is \['gpt-2'\]; supported"),
 }
 
 
