@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from specserve.constraint import GrammarSpec, grammar_violations
-from specserve.errors import EngineFault, FieldViolation, GrammarInvalid, InvalidRequest, SpecserveError
-from specserve.grammar.source import Vocabulary, invalid, source_of
+from specserve.errors import (
+    EngineFault,
+    FieldViolation,
+    GrammarInvalid,
+    InvalidRequest,
+    Overloaded,
+    SpecserveError,
+    Unavailable,
+)
+from specserve.grammar.source import Vocabulary, invalid, source_of, special_choice, special_texts
 from specserve.grammar.state import Grammar
 from specserve.grammar.trial import Trial
 
@@ -21,6 +30,7 @@ if TYPE_CHECKING:
 
 DEFAULT_CACHE_BYTES = 128 << 20
 DEFAULT_CPU_SECONDS = 3
+MAX_PENDING = 64  # grammars that wait for the one thread, each at most its trial's CPU time
 MIN_CHARGE = 1 << 15  # bytes a cached grammar is charged at least
 
 
@@ -35,16 +45,28 @@ class Compilation:
 
         Raises:
             GrammarInvalid: it cannot be compiled; every time it is asked for.
+            Unavailable: the compiler was closed before it was.
         """
         return self.get() if self._future.done() else None
 
     def get(self, timeout: float | None = None) -> Grammar:
         """Wait for the grammar, at most `timeout` seconds (then TimeoutError). Raises as `try_get`."""
-        error = self._future.exception(timeout)
+        try:
+            error = self._future.exception(timeout)
+        except CancelledError:
+            raise Unavailable("the server ended before the grammar was compiled") from None
         if isinstance(error, SpecserveError):
             # one exception object raised in two places would grow its traceback for ever
             raise type(error)(error.violations) if isinstance(error, GrammarInvalid) else error
         return self._future.result()[0]
+
+    async def wait(self) -> Grammar:
+        """Wait for the grammar without a thread; who stops waiting does not stop the others. Raises as `try_get`."""
+        if not self._future.done():
+            inner = asyncio.wrap_future(self._future)
+            inner.add_done_callback(lambda future: future.cancelled() or future.exception())  # seen, if nobody waits
+            await asyncio.wait([inner])  # cancelled, it leaves `inner` and so the shared future alone
+        return self.get()
 
     @property
     def done(self) -> bool:
@@ -82,10 +104,12 @@ class GrammarCompiler:
             tokenizer_json=tokenizer_json, vocab_size=vocab_size, eos_token_ids=tuple(eos_token_ids)
         )
         self._cache_bytes = cache_bytes
+        self._special: tuple[str, ...] | None = None
+        self._pending = 0
         self._trial = Trial(self._vocabulary, cpu_seconds)
         self._tokenizer: LLTokenizer | None = None
         self._cache: OrderedDict[GrammarSpec, Compilation] = OrderedDict()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a grammar that fails at once settles under `compile`'s own lock
         # one thread: the trial is one process, and grammars should not take the cores from the model
         self._pool = ThreadPoolExecutor(1, "specserve-grammar")
         self._end = weakref.finalize(self, _shut, self._pool, self._trial)
@@ -95,6 +119,7 @@ class GrammarCompiler:
 
         Raises:
             InvalidRequest: the grammar is over a limit, or llguidance is not installed.
+            Overloaded: too many others wait to be compiled.
         """
         found = grammar_violations(spec)
         if found:
@@ -106,7 +131,7 @@ class GrammarCompiler:
         with self._lock:
             compilation = self._cache.get(spec)
             if compilation is None:
-                compilation = self._cache[spec] = Compilation(self._pool.submit(self._compile, spec))
+                compilation = self._cache[spec] = Compilation(self._submit(spec))
             self._cache.move_to_end(spec)
             self._evict()
         return compilation
@@ -121,11 +146,32 @@ class GrammarCompiler:
         """End the thread and the child. Nothing can be compiled afterwards."""
         self._end()
 
+    def _submit(self, spec: GrammarSpec) -> Future[tuple[Grammar, int]]:
+        """Queue a grammar; the lock is held."""
+        if self._pending >= MAX_PENDING:
+            raise Overloaded(
+                f"{self._pending} grammars wait to be compiled, as many as may; try again later",
+                metadata={"pending_grammars": str(self._pending), "max_pending_grammars": str(MAX_PENDING)},
+            )
+        future = self._pool.submit(self._compile, spec)
+        self._pending += 1
+        future.add_done_callback(self._settled)
+        return future
+
+    def _settled(self, future: Future[tuple[Grammar, int]]) -> None:
+        with self._lock:
+            self._pending -= 1
+
     def _compile(self, spec: GrammarSpec) -> tuple[Grammar, int]:
         try:
             source = source_of(spec)
         except ValueError as error:
             raise invalid(f"cannot be used: {error}") from None
+        if self._special is None:
+            self._special = special_texts(self._vocabulary.tokenizer_json)
+        found = special_choice(spec, self._special)
+        if found is not None:
+            raise invalid(found)
         try:
             grown = self._trial.run(source)
         except EngineFault:

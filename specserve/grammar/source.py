@@ -18,6 +18,11 @@ MAX_MESSAGE_LEN = 500
 MAX_LEXER_STATES = 50_000
 # Below llguidance's million: eager work on large lexemes stops earlier (`((a{1000}){1000}){1000}`: 0.2 s, not 5).
 INITIAL_LEXER_FUEL = 300_000
+# What one row may explore before its request fails. An ambiguous grammar compares items with each other: 2,500 of them
+# take 4 ms where `e: e e | e e e | "a"` makes them, llguidance's own 50,000 take minutes. Fifty ordinary schemas need
+# less than 500, one with 300 optional properties 1,200.
+STEP_MAX_ITEMS = 2_500
+STEP_LEXER_FUEL = 60_000  # 4 ms
 # As json.dumps writes: free whitespace lets a small model pad an object for ever, and a fixed text is forced text.
 JSON_FORMAT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
@@ -46,7 +51,8 @@ def source_of(spec: GrammarSpec) -> str:
     from llguidance import LLMatcher
 
     if isinstance(spec.value, tuple):
-        return LLMatcher.grammar_from_lark("start: " + " | ".join(map(_lark_text, spec.value)))
+        # one terminal: as many rules, a thousand choices would be a thousand items in a row
+        return LLMatcher.grammar_from_lark("start: TEXT\nTEXT: " + " | ".join(map(_lark_text, spec.value)))
     match spec.kind:
         case "json_schema":
             return LLMatcher.grammar_from_json_schema(spec.value, defaults=JSON_FORMAT)  # type: ignore[arg-type]
@@ -59,6 +65,24 @@ def source_of(spec: GrammarSpec) -> str:
     raise ValueError(f"no such kind of grammar: {spec.kind!r}")
 
 
+def special_texts(tokenizer_json: str) -> tuple[str, ...]:
+    """Texts that the tokenizer spells as one special token, so that no answer can contain them as text."""
+    vocabulary = json.loads(tokenizer_json)
+    added = vocabulary.get("added_tokens") if isinstance(vocabulary, dict) else None
+    return tuple(token["content"] for token in added or () if token.get("special") and token.get("content"))
+
+
+def special_choice(spec: GrammarSpec, special: tuple[str, ...]) -> str | None:
+    """Why a list of choices cannot be answered: one holds a special token's text."""
+    if not isinstance(spec.value, tuple):
+        return None
+    for text in spec.value:
+        found = next((token for token in special if token in text), None)
+        if found is not None:
+            return f"choice {text!r} contains the special token {found!r}, which an answer cannot have as text"
+    return None
+
+
 def _lark_text(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
@@ -67,7 +91,11 @@ def new_matcher(tokenizer: LLTokenizer, source: str) -> LLMatcher:
     from llguidance import LLMatcher, LLParserLimits
 
     limits = LLParserLimits(
-        verbose_errors=False, max_lexer_states=MAX_LEXER_STATES, initial_lexer_fuel=INITIAL_LEXER_FUEL
+        verbose_errors=False,
+        max_lexer_states=MAX_LEXER_STATES,
+        initial_lexer_fuel=INITIAL_LEXER_FUEL,
+        step_max_items=STEP_MAX_ITEMS,
+        step_lexer_fuel=STEP_LEXER_FUEL,
     )
     return LLMatcher(tokenizer, source, log_level=0, limits=limits)
 

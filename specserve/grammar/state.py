@@ -266,4 +266,4 @@ class GrammarState:
 def _is_worn(matcher: LLMatcher) -> bool:
     """Whether its lexer ran out of states or fuel; llguidance tells only in words."""
     text = matcher.get_error().lower()
-    return "too many" in text or "fuel" in text
+    return "lexer error" in text or "fuel" in text

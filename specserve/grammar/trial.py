@@ -1,6 +1,6 @@
 """Whether a grammar is safe to compile, found out where it can do no harm.
 
-The child compiles it and follows it a few steps and back, under limits on CPU time, memory and stack. A grammar that
+The child compiles it and follows it along a few walks and back, under limits on CPU time, memory and stack. A grammar that
 kills the child is refused, and the next one gets a new child.
 """
 
@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -23,42 +24,81 @@ from specserve.errors import EngineFault
 from specserve.grammar.source import Vocabulary, invalid, new_matcher, why
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher
+    from llguidance import LLMatcher, LLTokenizer
 
 # a child that makes no progress at all, e.g. on a machine that starves it
 MAX_WAIT_SECONDS = 60.0
 MAX_CHILD_BYTES = 1 << 30
 # smaller than any thread that later walks the grammar has, so what does not overflow there does not here
 CHILD_STACK_BYTES = 4 << 20
-# a mask on the way through the trial; ordinary ones take 0.02 to 0.6 ms, `((a{1000}){1000}){1000}` 400
-MAX_MASK_SECONDS = 0.05
+# a token and the mask behind it on the way through the trial, twice, or twice as much once; ordinary ones take 0.02 to
+# 0.6 ms, `((a{1000}){1000}){1000}` 400
+MAX_ROW_SECONDS = 0.02
 # compiling alone, which an answer may have to repeat; 1,000 properties take 0.2 s
 MAX_COMPILE_SECONDS = 0.5
-TRIAL_STEPS = 16
+# along each walk: most ambiguity shows in 50 tokens
+WALK_TOKENS = 256
+# a walk that is neither slow nor over is left here: 0.6 ms a token would be long for a whole one
+WALK_SECONDS = 0.25
+# which of the allowed ids a walk takes: scattered ones, the first (single bytes, mostly), the last (long tokens)
+WALKS: tuple[Callable[[int, int], int], ...] = (
+    lambda turn, count: (turn * 7919) % count,
+    lambda turn, count: 0,
+    lambda turn, count: count - 1,
+)
 
 
-def _fault(matcher: LLMatcher, eos: frozenset[int]) -> str | None:
-    """Follow a grammar a few steps and back. Why it is refused, or None."""
+def _fault(matcher: LLMatcher, tokenizer: LLTokenizer, eos: frozenset[int]) -> str | None:
+    """Follow a grammar along some walks and back. Why it is refused, or None."""
     if matcher.is_error():
         return why(matcher)
     first = matcher.compute_bitmask()
     if matcher.is_error():
         return "matches no text at all" if "NoExtension" in why(matcher) else why(matcher)
-    steps, mask = 0, first
-    for turn in range(TRIAL_STEPS):
-        ids = [i for i in np.flatnonzero(_bits(mask)).tolist() if i not in eos]
-        if not ids or matcher.try_consume_tokens([ids[(turn * 7919) % len(ids)]]) != 1:
-            break
-        steps += 1
+    for pick in WALKS:
+        walker = matcher.deep_copy()
+        refused, steps = _walk(walker, tokenizer, eos, pick)
+        if refused is not None:
+            return refused
+        if walker.is_error():
+            continue  # a dead end some tokens in is this answer's trouble, not the grammar's
+        if not walker.rollback(steps) or walker.compute_bitmask() != first:
+            return why(walker) or "cannot be rolled back"
+    return None
+
+
+def _walk(
+    matcher: LLMatcher, tokenizer: LLTokenizer, eos: frozenset[int], pick: Callable[[int, int], int]
+) -> tuple[str | None, int]:
+    """Follow allowed tokens. Why the grammar is refused, or None; and how many were consumed."""
+    total, late = 0.0, 0
+    mask = matcher.compute_bitmask()
+    for turn in range(WALK_TOKENS):
+        allowed = np.flatnonzero(_bits(mask))
+        ids = allowed[~np.isin(allowed, list(eos))]
+        if not len(ids) and len(allowed) and not matcher.is_accepting():
+            token = tokenizer.decode_str(allowed[:1].tolist())
+            return f"wants {token!r} {turn} tokens into an answer, which is a special token that ends it", turn
+        if not len(ids) or total > WALK_SECONDS:
+            return None, turn
         began = time.process_time()
-        mask = matcher.compute_bitmask()
+        good = matcher.try_consume_tokens([int(ids[pick(turn, len(ids))])]) == 1
+        mask = matcher.compute_bitmask() if good else mask
         seconds = time.process_time() - began
-        if seconds > MAX_MASK_SECONDS:
-            return f"takes {1e3 * seconds:.0f} ms a token to follow; allowed: {1e3 * MAX_MASK_SECONDS:.0f} ms"
-        if matcher.is_error():
-            return None  # a dead end some tokens in is this answer's trouble, not the grammar's
-    if not matcher.rollback(steps) or matcher.compute_bitmask() != first:
-        return why(matcher) or "cannot be rolled back"
+        total += seconds
+        late += int(seconds / MAX_ROW_SECONDS)
+        if late > 1:
+            return f"takes {1e3 * seconds:.0f} ms a token to follow; allowed: {1e3 * MAX_ROW_SECONDS:.0f} ms", turn
+        if matcher.is_error() or not good:
+            return _too_costly(matcher, turn), turn
+    return None, WALK_TOKENS
+
+
+def _too_costly(matcher: LLMatcher, turn: int) -> str | None:
+    """Whether it was a limit on the cost of a step that ended a walk; llguidance tells only in words."""
+    text = why(matcher)
+    if any(words in text.lower() for words in ("too many", "max is", "fuel")):
+        return f"costs too much to follow, {turn} tokens into an answer: {text}"
     return None
 
 
@@ -101,7 +141,7 @@ def _serve_trials(cpu_seconds: int) -> None:
         began = time.process_time()
         matcher = new_matcher(tokenizer, json.loads(line))
         seconds = time.process_time() - began
-        refused = _fault(matcher, eos)
+        refused = _fault(matcher, tokenizer, eos)
         if refused is None and seconds > MAX_COMPILE_SECONDS:
             refused = f"takes {seconds:.1f} s to compile; allowed: {MAX_COMPILE_SECONDS} s"
         print(json.dumps({"refused": refused, "grown": _memory(1) - before}), flush=True)

@@ -127,7 +127,7 @@ class EngineThread:
     async def _grammar(self, request: Request) -> Grammar | None:
         """What the request's grammar compiles to; the engine never waits for it."""
         served, spec = self.served(), request.params.grammar
-        return None if spec is None else await asyncio.to_thread(served.grammars.compile(spec).get)
+        return None if spec is None else await served.grammars.compile(spec).wait()
 
     def abort(self, request_id: str) -> None:
         """End a request before the next step; it fails with Cancelled. Unknown and ended requests are ignored."""

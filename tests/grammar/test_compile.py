@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
+import threading
 import time
 
 import pytest
@@ -11,8 +13,8 @@ from grammar.conftest import TINY_EOS, Vocab
 from tiny import tiny_tokenizer
 
 from specserve.constraint import GrammarSpec
-from specserve.errors import GrammarInvalid, InvalidRequest
-from specserve.grammar import GrammarCompiler
+from specserve.errors import GrammarInvalid, InvalidRequest, Overloaded, Unavailable
+from specserve.grammar import Grammar, GrammarCompiler
 
 
 def schema(value: object) -> GrammarSpec:
@@ -47,6 +49,11 @@ REFUSED = {
     "never ends": (GrammarSpec("lark", 'start: start "a"'), "matches no text"),
     "max_tokens": (GrammarSpec("lark", 'start: a "x"\na[ max_tokens = 3]: /.*/'), "max_tokens"),
     "stop": (GrammarSpec("lark", 'start: a "x"\na[stop="q"]: /.*/'), "stop="),
+    "ambiguous": (GrammarSpec("lark", 'start: e\ne: e e | e e e | "a" | "b"'), "costs too much to follow"),
+    "a special choice": (GrammarSpec("choice", ("<|im_end|>",)), "special token '<|im_end|>'"),
+    "one special choice of two": (GrammarSpec("choice", ("yes", "no<|im_end|>")), "choice 'no<|im_end|>' contains"),
+    "a special constant": (schema({"const": "<|im_end|>"}), "special token that ends it"),
+    "an end inside": (GrammarSpec("lark", 'start: "a" <|im_end|> "b"'), "1 tokens into an answer"),
     # these two overflow the stack: they end the process that compiles them
     "chained rules": (GrammarSpec("lark", chained("r")), "stack"),
     "chained terminals": (GrammarSpec("lark", chained("T")), "stack"),
@@ -90,6 +97,42 @@ def test_compiling_does_not_block(tiny: Vocab) -> None:
     while not compilation.done:
         assert compilation.try_get() is None or compilation.done
         time.sleep(0.005)
+
+
+def test_waiting_for_a_grammar_blocks_nobody_and_a_cancel_is_private(tiny: Vocab) -> None:
+    async def scene() -> Grammar:
+        compilation = tiny.compiler.compile(GrammarSpec("regex", "y?" * 3000))
+        threads = threading.active_count()
+        gone, stays = (asyncio.create_task(compilation.wait()) for _ in range(2))
+        await asyncio.sleep(0)
+        assert threading.active_count() <= threads
+        gone.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await gone
+        grammar = await stays
+        assert grammar is compilation.get() is await compilation.wait()
+        with pytest.raises(GrammarInvalid):
+            await tiny.compiler.compile(GrammarSpec("regex", "((")).wait()
+        return grammar
+
+    assert asyncio.run(scene()).start()
+
+
+def test_pending_grammars_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specserve.grammar.compiler.MAX_PENDING", 2)
+    compiler = GrammarCompiler(tiny_tokenizer().to_str(), 302, TINY_EOS)
+    try:
+        first = [compiler.compile(GrammarSpec("regex", text)) for text in ("a?" * 3000, "b")]
+        with pytest.raises(Overloaded, match="2 grammars wait"):
+            compiler.compile(GrammarSpec("regex", "c"))
+        assert compiler.compile(GrammarSpec("regex", "b")) is first[1]
+        first[1].get(60)
+        time.sleep(0.05)
+        last = [compiler.compile(GrammarSpec("regex", text)) for text in ("c", "d")][1]
+    finally:
+        compiler.close()
+    with pytest.raises((Unavailable, GrammarInvalid)):
+        last.get(60)
 
 
 def test_the_same_grammar_is_compiled_once_and_the_cache_is_bounded() -> None:

@@ -14,8 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny import tiny_tokenizer
 
+from specserve.constraint import GrammarSpec
 from specserve.errors import GrammarStuck
-from specserve.grammar import GrammarCompiler, GrammarState
+from specserve.grammar import Grammar, GrammarCompiler, GrammarState
+from specserve.grammar.source import source_of
 from specserve.proposal import EMPTY_TREE, DraftTree
 
 PERSON = json.dumps(SCHEMAS["a person"])
@@ -104,15 +106,45 @@ def test_the_end(tiny: Vocab) -> None:
 
 def test_stuck(tiny: Vocab) -> None:
     """A grammar that wants an EOS id inside the answer can be followed to there and no further."""
-    state = tiny.start("lark", 'start: "a" <|im_end|> "b"')
+    vocabulary = tiny.compiler._vocabulary  # the compiler itself refuses this grammar
+    source = source_of(GrammarSpec("lark", 'start: "a" <|im_end|> "b"'))
+    grammar = Grammar(vocabulary.load(), source, tiny.vocab_size, TINY_EOS)
+    state = grammar.start()
     state.accept(tiny.encode("a"))
     with pytest.raises(GrammarStuck) as caught:
         state.masks(EMPTY_TREE)
     assert (caught.value.status, caught.value.reason) == ("FAILED_PRECONDITION", "CONSTRAINT_FAILED")
-    before = tiny.start("lark", 'start: "a" <|im_end|> "b"')
+    before = grammar.start()
     masks = before.masks(DraftTree.chain(tiny.encode("a"), "d"))
     assert masks[0].any()
     assert not masks[1].any()  # the draft is allowed, nothing may follow it; plain decoding fails a step later
+
+
+@pytest.mark.parametrize("text", ["a", "bab"])
+def test_a_row_that_explores_too_much_fails_alone(text: str, tiny: Vocab) -> None:
+    """The limit is a count, so the same text fails at the same token every time; the lexer is not blamed for it."""
+    source = source_of(GrammarSpec("lark", 'start: e\ne: e e | e e e | "a" | "b"'))
+    grammar = Grammar(tiny.compiler._vocabulary.load(), source, tiny.vocab_size, TINY_EOS)
+    ends, other, origins = [], grammar.start(), set()
+    for _ in range(2):
+        state, tokens = grammar.start(), tiny.encode(text) * 100
+        with pytest.raises(GrammarStuck, match="Too many items"):
+            for turn, token_id in enumerate(tokens):
+                state.masks(EMPTY_TREE)
+                state.accept([token_id])
+        ends.append(turn)
+        origins.add(id(state._origin))
+    assert ends[0] == ends[1] > 10
+    assert len(origins) == 1
+    other.accept(tiny.encode("ab"))
+    assert tiny.allowed(other)
+
+
+def test_a_thousand_choices(tiny: Vocab) -> None:
+    choices = tuple(f"{i} the world {i * 7919 % 1009}" for i in range(1024))
+    state = tiny.start("choice", choices)
+    assert matches(state, tiny, choices[1000], 2)
+    assert not matches(state, tiny, choices[1000] + "0", 2)
 
 
 def test_a_foreign_token_is_refused(tiny: Vocab) -> None:
