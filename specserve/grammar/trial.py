@@ -1,6 +1,6 @@
 """Whether a grammar is safe to compile, found out where it can do no harm.
 
-The child compiles it and follows it along a few walks and back, under limits on CPU time, memory and stack. A grammar that
+The child compiles it and follows it along a few walks, under limits on CPU time, memory and stack. A grammar that
 kills the child is refused, and the next one gets a new child.
 """
 
@@ -38,8 +38,8 @@ MAX_ROW_SECONDS = 0.02
 MAX_COMPILE_SECONDS = 0.5
 # along each walk: most ambiguity shows in 50 tokens
 WALK_TOKENS = 256
-# a walk that is neither slow nor over is left here: 0.6 ms a token would be long for a whole one
-WALK_SECONDS = 0.25
+# all of a walk; ordinary ones take 0.02 to 0.15 s
+WALK_SECONDS = 1.0
 # which of the allowed ids a walk takes: scattered ones, the first (single bytes, mostly), the last (long tokens)
 WALKS: tuple[Callable[[int, int], int], ...] = (
     lambda turn, count: (turn * 7919) % count,
@@ -79,7 +79,7 @@ def _walk(
         if not len(ids) and len(allowed) and not matcher.is_accepting():
             token = tokenizer.decode_str(allowed[:1].tolist())
             return f"wants {token!r} {turn} tokens into an answer, which is a special token that ends it", turn
-        if not len(ids) or total > WALK_SECONDS:
+        if not len(ids):
             return None, turn
         began = time.process_time()
         good = matcher.try_consume_tokens([int(ids[pick(turn, len(ids))])]) == 1
@@ -89,6 +89,8 @@ def _walk(
         late += int(seconds / MAX_ROW_SECONDS)
         if late > 1:
             return f"takes {1e3 * seconds:.0f} ms a token to follow; allowed: {1e3 * MAX_ROW_SECONDS:.0f} ms", turn
+        if total > WALK_SECONDS:
+            return f"takes more than {WALK_SECONDS} s for {turn + 1} tokens to follow", turn
         if matcher.is_error() or not good:
             return _too_costly(matcher, turn), turn
     return None, WALK_TOKENS

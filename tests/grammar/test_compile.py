@@ -49,7 +49,7 @@ REFUSED = {
     "never ends": (GrammarSpec("lark", 'start: start "a"'), "matches no text"),
     "max_tokens": (GrammarSpec("lark", 'start: a "x"\na[ max_tokens = 3]: /.*/'), "max_tokens"),
     "stop": (GrammarSpec("lark", 'start: a "x"\na[stop="q"]: /.*/'), "stop="),
-    "ambiguous": (GrammarSpec("lark", 'start: e\ne: e e | e e e | "a" | "b"'), "costs too much to follow"),
+    "ambiguous": (GrammarSpec("lark", 'start: e\ne: e e | e e e | "a" | "b"'), "to follow"),
     "a special choice": (GrammarSpec("choice", ("<|im_end|>",)), "special token '<|im_end|>'"),
     "one special choice of two": (GrammarSpec("choice", ("yes", "no<|im_end|>")), "choice 'no<|im_end|>' contains"),
     "a special constant": (schema({"const": "<|im_end|>"}), "special token that ends it"),
@@ -101,11 +101,10 @@ def test_compiling_does_not_block(tiny: Vocab) -> None:
 
 def test_waiting_for_a_grammar_blocks_nobody_and_a_cancel_is_private(tiny: Vocab) -> None:
     async def scene() -> Grammar:
-        compilation = tiny.compiler.compile(GrammarSpec("regex", "y?" * 3000))
-        threads = threading.active_count()
+        compilation = tiny.compiler.compile(GrammarSpec("regex", "y?" * 150))
         gone, stays = (asyncio.create_task(compilation.wait()) for _ in range(2))
         await asyncio.sleep(0)
-        assert threading.active_count() <= threads
+        assert not any(thread.name.startswith("asyncio_") for thread in threading.enumerate())
         gone.cancel()
         with pytest.raises(asyncio.CancelledError):
             await gone
