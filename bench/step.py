@@ -282,12 +282,16 @@ def away(engine: Any) -> Iterator[list[float]]:
     """Seconds that an engine spent in forwards and in drawing, while inside."""
     spent = [0.0]
     module: Any = specserve.engine
-    runner, draw = engine._runner, module.draw_tokens
-    engine._runner, module.draw_tokens = _Timed(runner, spent), timed(draw, spent)
+    runner, drawing = engine._runner, {name: getattr(module, name) for name in ("draw_tokens", "largest_ids")}
+    engine._runner = _Timed(runner, spent)
+    for name, function in drawing.items():
+        setattr(module, name, timed(function, spent))
     try:
         yield spent
     finally:
-        engine._runner, module.draw_tokens = runner, draw
+        engine._runner = runner
+        for name, function in drawing.items():
+            setattr(module, name, function)
 
 
 def host_overhead(folder: Any, num_requests: int, num_tokens: int) -> dict[str, float]:
