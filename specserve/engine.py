@@ -130,8 +130,7 @@ class Engine:
             Overloaded: the line is full; the message has both numbers.
         """
         validate(request, self.limits)
-        told = any(event.request_id == request.request_id for event in self._events)
-        if request.request_id in self._active or told:
+        if request.request_id in self._active or any(e.request_id == request.request_id for e in self._events):
             raise InvalidRequest([FieldViolation("request_id", f"{request.request_id!r} is in flight already")])
         if request.params.bad_words and not request.bad_word_ids:
             raise InvalidRequest([FieldViolation("bad_words", "must come with the token ids that spell them")])
@@ -287,18 +286,17 @@ class Engine:
                 by_drafter.setdefault(plan.sequence.stats.drafter, []).append(i)
         for name, group in by_drafter.items():
             drafter = self._drafters[name]
-            asked = [plans[i] for i in group if self._starts(drafter, plans[i].sequence)]
+            asked = [i for i in group if self._starts(drafter, plans[i].sequence)]
+            views, caps = [self._view(plans[i].sequence) for i in asked], [plans[i].node_cap for i in asked]
             try:
-                proposed = drafter.propose([self._view(p.sequence) for p in asked], [p.node_cap for p in asked])
+                proposed = drafter.propose(views, caps)
                 if len(proposed) != len(asked):
                     raise ValueError(f"{len(asked)} rows were given, {len(proposed)} trees came back")
             except Exception as exc:
-                self._lose_drafts([plan.sequence for plan in asked], f"raised {type(exc).__name__}: {exc}")
+                self._lose_drafts([plans[i].sequence for i in asked], f"raised {type(exc).__name__}: {exc}")
                 continue
-            found = dict(zip((plan.sequence for plan in asked), proposed, strict=True))
-            for i in group:
-                if plans[i].sequence in found:
-                    trees[i] = self._checked(plans[i], found[plans[i].sequence])
+            for i, tree in zip(asked, proposed, strict=True):
+                trees[i] = self._checked(plans[i], tree)
         return trees
 
     def _starts(self, drafter: Drafter, sequence: Sequence) -> bool:
@@ -354,21 +352,21 @@ class Engine:
             if span.draws and span.sequence not in drawn
         }
         finite = [result.finite[row] for row in step.logit_rows.tolist()] if draws else []
-        usable = [draw for group in draws.values() for draw in group if finite[draw.row]]
         try:
-            ids = iter(draw_tokens(result.logits, usable, self._ops))
+            ids = iter(self._draw_rows([draw for group in draws.values() for draw in group], finite, result))
         except Exception:  # find out whose it is: the others are drawn alone, with the same bits
             return drawn | {sequence: self._draw_alone(group, finite, result) for sequence, group in draws.items()}
-        for sequence, group in draws.items():
-            drawn[sequence] = _Drawn(group, [next(ids) if finite[draw.row] else -1 for draw in group])
-        return drawn
+        return drawn | {sequence: _Drawn(group, [next(ids) for _ in group]) for sequence, group in draws.items()}
 
     def _draw_alone(self, group: list[Draw], finite: list[bool], result: ForwardResult) -> _Drawn:
         try:
-            ids = iter(draw_tokens(result.logits, [draw for draw in group if finite[draw.row]], self._ops))
+            return _Drawn(group, self._draw_rows(group, finite, result))
         except Exception as exc:
             return _Drawn(group, [-1] * len(group), exc)
-        return _Drawn(group, [next(ids) if finite[draw.row] else -1 for draw in group])
+
+    def _draw_rows(self, draws: list[Draw], finite: list[bool], result: ForwardResult) -> list[int]:
+        ids = iter(draw_tokens(result.logits, [draw for draw in draws if finite[draw.row]], self._ops))
+        return [next(ids) if finite[draw.row] else -1 for draw in draws]
 
     def _draw_greedy(self, step: StepBatch, result: ForwardResult) -> dict[Sequence, _Drawn]:
         """Sequences that take the largest raw logit and report nothing: one argmax for all, no `Draw` a row."""

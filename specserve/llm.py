@@ -245,26 +245,31 @@ class LLM:
         todo = deque(zip(requests, grammars, strict=True))
         collectors = {request.request_id: _Collector(request) for request in requests}
         try:
-            while todo or any(collector.open for collector in collectors.values()):
-                self._submit_while_room(todo)
+            live: dict[str, _Collector] = {}
+            while todo or live:
+                live |= {request_id: collectors[request_id] for request_id in self._submit_while_room(todo)}
                 self._step()
-                for request_id, collector in collectors.items():
-                    collector.take_all(self._events.get(request_id, deque()))
+                for request_id, collector in list(live.items()):
+                    collector.take_all(self._events[request_id])
+                    if not collector.open:
+                        del live[request_id]
         finally:
             for request in requests:
                 self._close(request)
         return [collectors[request.request_id].output() for request in requests]
 
-    def _submit_while_room(self, todo: deque[tuple[Request, Grammar | None]]) -> None:
-        """Many prompts are fed as the line empties; only a line that others fill is an error."""
+    def _submit_while_room(self, todo: deque[tuple[Request, Grammar | None]]) -> list[str]:
+        """Ids of those that found room: many prompts are fed as the line empties."""
+        submitted: list[str] = []
         while todo:
             try:
                 self._submit(*todo[0])
             except Overloaded:
                 if not self._built.engine.has_work():
                     raise
-                return
-            todo.popleft()
+                break
+            submitted.append(todo.popleft()[0].request_id)
+        return submitted
 
 
 def _as_prompts(prompts: Prompt | SequenceOf[Prompt]) -> list[Prompt]:

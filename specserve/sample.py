@@ -44,12 +44,17 @@ class Draw(NamedTuple):
     history: History | None = None
     mask: NDArray[np.bool_] | None = None
 
+    @property
+    def changes_logits(self) -> bool:
+        """Whether `processed` gives an array of its own rather than the row itself."""
+        return self.history is not None or bool(self.banned)
+
 
 def processed(logits: Floats, draw: Draw) -> Floats:
     """The row's logits after bias, bans and penalties: the row itself where there are none."""
     if draw.history is not None:
         return draw.history.process(logits, draw.path, draw.banned, draw.mask)
-    if not draw.banned:
+    if not draw.changes_logits:
         return logits
     logits = logits.copy()
     logits[list(draw.banned)] = -np.inf
@@ -100,11 +105,13 @@ def survivors(logits: Floats, params: SamplingParams) -> tuple[Ids | None, Float
     return ids, scaled
 
 
+def _signed(seed: int) -> int:
+    return seed - (1 << 64) if seed >= 1 << 63 else seed  # 64 bits as an int64 holds them
+
+
 def _noise(draw: Draw, vocab_size: int, ops: Ops) -> Floats:
-    seed = draw.seed - (1 << 64) if draw.seed >= 1 << 63 else draw.seed
-    seeds, indices, choices = (torch.tensor([value]) for value in (seed, draw.draw_index, draw.choice))
-    noise: Floats = ops.noise(seeds, indices, choices, PURPOSE_TARGET, vocab_size)[0].numpy()
-    return noise
+    seeds, indices, choices = (torch.tensor([value]) for value in (_signed(draw.seed), draw.draw_index, draw.choice))
+    return np.asarray(ops.noise(seeds, indices, choices, PURPOSE_TARGET, vocab_size)[0].numpy())
 
 
 def _draw_one(logits: Floats, draw: Draw, ops: Ops) -> int:
@@ -121,19 +128,17 @@ def _draw_one(logits: Floats, draw: Draw, ops: Ops) -> int:
 def _draw_fused(logits: Tensor, draws: Sequence[Draw], sample: FusedSampler) -> list[int]:
     """All rows in one call of the backend, which follows the same definition as `_draw_one`."""
     params = [draw.params for draw in draws]
-    seeds = [draw.seed - (1 << 64) if draw.seed >= 1 << 63 else draw.seed for draw in draws]
     ids = sample(
         logits,
         torch.tensor([p.temperature for p in params], dtype=torch.float32),
         torch.tensor([min(p.top_k, logits.shape[1]) for p in params], dtype=torch.int32),
         torch.tensor([p.top_p for p in params], dtype=torch.float64),
         torch.tensor([p.min_p for p in params], dtype=torch.float64),
-        torch.tensor(seeds),
+        torch.tensor([_signed(draw.seed) for draw in draws]),
         torch.tensor([draw.draw_index for draw in draws]),
         torch.tensor([draw.choice for draw in draws]),
     )
-    drawn: list[int] = ids.tolist()
-    return drawn
+    return list(ids.tolist())
 
 
 def draw_tokens(logits: Tensor, draws: Sequence[Draw], ops: Ops) -> list[int]:
@@ -144,9 +149,10 @@ def draw_tokens(logits: Tensor, draws: Sequence[Draw], ops: Ops) -> list[int]:
     """
     raw = logits.numpy()
     rows = [processed(raw[draw.row], draw) for draw in draws]
-    stuck = [row.base is None and row.max() == -np.inf for row in rows]  # a raw row is a view
+    stuck = [draw.changes_logits and row.max() == -np.inf for row, draw in zip(rows, draws, strict=True)]
     if draws and ops.sample is not None and not all(draw.params.greedy for draw in draws):
-        in_place = [draw.row for draw in draws] == list(range(len(raw))) and all(row.base is not None for row in rows)
+        changed = any(draw.changes_logits for draw in draws)
+        in_place = not changed and [draw.row for draw in draws] == list(range(len(raw)))
         ids = _draw_fused(logits if in_place else torch.from_numpy(np.stack(rows)), draws, ops.sample)
     else:
         ids = [_draw_one(row, draw, ops) for row, draw in zip(rows, draws, strict=True)]
@@ -155,8 +161,7 @@ def draw_tokens(logits: Tensor, draws: Sequence[Draw], ops: Ops) -> list[int]:
 
 def largest_ids(logits: Tensor) -> list[int]:
     """The greedy draw of every row of raw logits [rows, vocab]; ties go to the lowest id."""
-    ids: list[int] = logits.numpy().argmax(axis=1).tolist()
-    return ids
+    return list(logits.numpy().argmax(axis=1).tolist())
 
 
 def _log_softmax(values: Floats) -> NDArray[np.float64]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 
 from specserve.config import SchedulerConfig
 from specserve.pages import Move, PagePool
@@ -46,8 +47,7 @@ class StepPlan:
     admitted: tuple[Sequence, ...]
 
 
-def _rank(sequence: Sequence) -> tuple[int, int, int]:
-    return sequence.rank
+_rank = attrgetter("rank")
 
 
 class Scheduler:
@@ -205,9 +205,8 @@ class Scheduler:
         return rows
 
     def _keep_reserve(self, num_drafting: int) -> None:
-        per_row = self.pool.pages_for(DRAFT_RESERVE_SLOTS)
-        target = min(num_drafting * per_row, int(self.pool.num_pages * DRAFT_RESERVE_SHARE))
-        self._evict_for(target)
+        reserve = num_drafting * self.pool.pages_for(DRAFT_RESERVE_SLOTS)
+        self._evict_for(min(reserve, int(self.pool.num_pages * DRAFT_RESERVE_SHARE)))
 
     def _fit(self, sequence: Sequence, cap: int) -> int:
         """The largest cap whose slots fit into free pages; reserves them."""
