@@ -16,9 +16,11 @@ import specserve_kernels
 import torch
 from specserve_drafts import make_drafter
 
-from specserve.config import DRAFTER_NAMES, GIB, CacheConfig, EngineConfig, ModelLimits, SpeculationConfig
+from specserve.config import GIB, CacheConfig, EngineConfig, ModelLimits, SpeculationConfig
+from specserve.controller import Controller
 from specserve.engine import Engine
 from specserve.errors import ConfigError
+from specserve.forward import Forward
 from specserve.grammar import GrammarCompiler
 from specserve.models.decoder import Decoder, DecoderConfig
 from specserve.models.hub import resolve_model
@@ -71,7 +73,10 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
         eos_token_ids=tokenizer.eos_token_ids,
     )
     runner = CpuRunner(decoder, ops, cache.num_pages, cache.page_size)
-    engine = Engine(config, limits, runner, ops, tokenizer, make_drafters(config.speculation))
+    drafters = make_drafters(config.speculation, runner)
+    limits = replace(limits, drafters=("off", *drafters))
+    controller = Controller(config.speculation)
+    engine = Engine(config, limits, runner, ops, tokenizer, drafters, controller)
     environment = describe_environment(config, decoder)
     return Built(
         engine=engine,
@@ -86,9 +91,10 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
     )
 
 
-def make_drafters(config: SpeculationConfig) -> dict[str, Drafter]:
-    """Every drafter that this engine can offer, by name; a request may ask for any of them."""
-    return {name: make_drafter(name, config) for name in DRAFTER_NAMES if name not in ("off", "auto")}
+def make_drafters(config: SpeculationConfig, forward: Forward | None) -> dict[str, Drafter]:
+    """The drafters that this engine offers, by name: those that cost nothing until used, and the configured one."""
+    drafters = {name: make_drafter(name, config, forward) for name in ("ngram",)}
+    return drafters | {"auto": drafters["ngram"]}
 
 
 def resolve(config: EngineConfig, model: DecoderConfig, kv_itemsize: int) -> EngineConfig:
@@ -156,8 +162,8 @@ def cache_line(limits: ModelLimits, runner: CpuRunner) -> str:
 def speculation_line(config: EngineConfig) -> str:
     """Loud about whether anything will be drafted."""
     speculation = config.speculation
-    if speculation.drafter == "off" or not speculation.num_draft_tokens:
+    if speculation.drafter == "off" or speculation.num_draft_tokens == 0:
         return "speculation: off (requests may ask for a drafter)"
-    meaning = " (auto)" if speculation.drafter == "auto" else ""
-    name = "ngram" if speculation.drafter == "auto" else speculation.drafter
-    return f"speculation: {name}{meaning}, up to {speculation.num_draft_tokens} draft tokens a step"
+    count = speculation.num_draft_tokens
+    how_many = "as many draft tokens as pay" if count is None else f"up to {count} draft tokens"
+    return f"speculation: {speculation.drafter}, {how_many} a step"

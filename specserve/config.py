@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 
 from specserve.errors import ConfigError
 
-DrafterName = Literal["off", "auto", "ngram"]
+DrafterName = Literal["off", "auto", "ngram", "suffix", "recycling", "prediction", "draft_model", "early_exit", "eagle"]
 DRAFTER_NAMES: tuple[str, ...] = get_args(DrafterName)
 DTYPES = ("auto", "bfloat16", "float32")
 QUANTIZATIONS = ("int8",)
@@ -89,24 +89,44 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationConfig:
-    """Which drafter guesses, and how far. `num_draft_tokens` counts nodes; the root comes on top."""
+    """Which drafter guesses, and how far. `num_draft_tokens` counts nodes; the root comes on top.
+
+    `num_draft_tokens` unset = the controller decides, step by step. `draft_model`: folder of a decoder with the
+    target's tokens. `eagle_head`: folder of an EAGLE head; unset = the one that comes with specserve, if it was
+    trained for this very target. `early_exit_layers`: how many of the target's layers draft; unset = two thirds.
+    `draft_window`: how many of a prompt's last tokens a model drafter reads.
+    """
 
     drafter: str = "auto"
-    num_draft_tokens: int = 5
+    num_draft_tokens: int | None = None
     ngram_min: int = 1
     ngram_max: int = 4
+    draft_model: str | None = None
+    eagle_head: str | None = None
+    early_exit_layers: int | None = None
+    draft_window: int = 2048
     verification: str = "coupled"
 
     def __post_init__(self) -> None:
-        _require_types(self, integers=("num_draft_tokens", "ngram_min", "ngram_max"))
+        _require_types(
+            self, integers=("num_draft_tokens", "ngram_min", "ngram_max", "early_exit_layers", "draft_window")
+        )
         _require(
             self.drafter in DRAFTER_NAMES,
             f"drafter is {self.drafter!r}. {nearest(self.drafter, DRAFTER_NAMES)}",
         )
+        count = self.num_draft_tokens
         _require(
-            0 <= self.num_draft_tokens <= MAX_NUM_DRAFT_TOKENS,
-            f"num_draft_tokens is {self.num_draft_tokens}; allowed: 0 to {MAX_NUM_DRAFT_TOKENS}",
+            count is None or 0 <= count <= MAX_NUM_DRAFT_TOKENS,
+            f"num_draft_tokens is {count}; allowed: 0 to {MAX_NUM_DRAFT_TOKENS}",
         )
+        _require(
+            self.drafter != "draft_model" or bool(self.draft_model),
+            "drafter is 'draft_model' and no draft_model is given; name a folder, a .gguf file or a hub id",
+        )
+        for name in ("early_exit_layers", "draft_window"):
+            value = getattr(self, name)
+            _require(value is None or value >= 1, f"{name} is {value}; it must be at least 1")
         _require(
             self.verification in ("coupled", "block"),
             f"verification is {self.verification!r}; allowed: coupled, block",

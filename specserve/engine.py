@@ -11,18 +11,19 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from specserve import batch, commit, controller
+from specserve import batch, commit
 from specserve.batch import Span, StepBatch
 from specserve.commit import AnswerText, Choice, Cut, TextDecoder, Times
 from specserve.config import EngineConfig, ModelLimits
 from specserve.constraint import with_forced
+from specserve.controller import Controller, drafter_of
+from specserve.drafting import Drafting
 from specserve.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -40,9 +41,17 @@ from specserve.metrics import EngineMetrics, count_step
 from specserve.pages import PagePool, PageTable
 from specserve.prefix import PrefixIndex
 from specserve.processors import History, needs_history
-from specserve.proposal import EMPTY_TREE, Drafter, DraftRow, DraftTree, StepResult
+from specserve.proposal import EMPTY_TREE, Drafter, DraftTree, StepResult
 from specserve.request import Request, Sequence
-from specserve.sample import STUCK, Draw, draw_tokens, largest_ids, prompt_token_logprobs, token_logprobs
+from specserve.sample import (
+    STUCK,
+    Draw,
+    draw_tokens,
+    largest_ids,
+    prompt_token_logprobs,
+    token_logprobs,
+    top_ids,
+)
 from specserve.scheduler import PlannedRows, Scheduler, StepPlan
 from specserve.validation import validate
 from specserve.verify import walk
@@ -100,6 +109,7 @@ class Engine:
         ops: Ops,
         tokenizer: TextSource,
         drafters: Mapping[str, Drafter],
+        controller: Controller,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
@@ -108,15 +118,13 @@ class Engine:
         self.metrics = EngineMetrics()
         self.pool = PagePool(limits.pool_tokens // limits.page_size, limits.page_size)
         self.index = PrefixIndex(self.pool) if config.cache.enable_prefix_caching else None
-        budget = partial(controller.budget, config=config.speculation)
-        self.scheduler = Scheduler(config.scheduler, self.pool, self.index, limits.max_model_len, budget)
+        self.controller = controller
+        self.drafting = Drafting(drafters, controller, limits.vocab_size, self.metrics, clock)
+        self.scheduler = Scheduler(config.scheduler, self.pool, self.index, limits.max_model_len, controller.budgets)
         self._runner = runner
         self._ops = ops
         self._tokenizer = tokenizer
-        self._drafters = dict(drafters)
         self._active: dict[str, _Active] = {}
-        self._drafting: set[Sequence] = set()
-        self._muted: set[Sequence] = set()
         self._events: list[Event] = []
         self._arrivals = 0
 
@@ -181,7 +189,7 @@ class Engine:
 
     def _open_choice(self, active: _Active, sequence: Sequence) -> None:
         params = active.request.params
-        sequence.stats.drafter = controller.drafter_of(sequence, self.config.speculation)
+        sequence.stats.drafter = drafter_of(sequence, self.config.speculation)
         text = AnswerText(self._tokenizer.incremental(), params)
         stops = commit.stop_ids(params, self.limits.eos_token_ids)
         grammar = None if active.grammar is None else active.grammar.start()
@@ -204,14 +212,8 @@ class Engine:
 
     def _drop(self, sequence: Sequence) -> None:
         """Take a sequence out of everything that knows it."""
+        self.drafting.drop(sequence)
         self.scheduler.remove(sequence)
-        self._muted.discard(sequence)
-        if sequence in self._drafting:
-            self._drafting.remove(sequence)
-            try:
-                self._drafters[sequence.stats.drafter].stop(self._view(sequence))
-            except Exception:
-                self.metrics.num_drafter_faults += 1
 
     def step(self) -> list[Event]:
         """Run one step and return what happened; [] when there is nothing to do."""
@@ -240,12 +242,14 @@ class Engine:
                 self._fail(self._active[request_id], _as_fault(exc))
 
     def _run(self, plan: StepPlan) -> None:
-        self._runner.apply(plan.copies)
-        trees = self._propose(plan.rows)
+        self._runner.apply(plan.copies, copies=True)
+        trees = self.drafting.propose(plan.rows)
         masks = self._constrain(plan.rows, trees)
         step = batch.build(plan.rows, trees)
         result = self._runner.forward(step)
         drawn = self._draw(step, result, masks)
+        if self.drafting.wants_top_ids(span.sequence for span in step.spans):
+            result = replace(result, top_ids=top_ids(result.logits, self._ops))
         metrics = self.metrics
         metrics.num_forwards += 1
         metrics.num_rows += step.num_rows
@@ -262,65 +266,6 @@ class Engine:
             except Exception as exc:
                 self._fail(active, _as_fault(exc))
 
-    # ---- drafting
-
-    def _view(self, sequence: Sequence) -> DraftRow:
-        request = sequence.request
-        return DraftRow(
-            sequence_id=sequence.sequence_id,
-            token_ids=sequence.token_ids,
-            prompt_len=sequence.prompt_len,
-            cached_len=sequence.table.cached_len,
-            seed=sequence.seed,
-            choice=sequence.choice,
-            temperature=request.params.temperature,
-            salt=request.cache_salt,
-        )
-
-    def _propose(self, plans: SequenceOf[PlannedRows]) -> list[DraftTree]:
-        """One valid tree per plan, within its cap and depth; most are chains, many are empty."""
-        trees = [EMPTY_TREE] * len(plans)
-        by_drafter: dict[str, list[int]] = {}
-        for i, plan in enumerate(plans):
-            if plan.node_cap:
-                by_drafter.setdefault(plan.sequence.stats.drafter, []).append(i)
-        for name, group in by_drafter.items():
-            drafter = self._drafters[name]
-            asked = [i for i in group if self._starts(drafter, plans[i].sequence)]
-            views, caps = [self._view(plans[i].sequence) for i in asked], [plans[i].node_cap for i in asked]
-            try:
-                proposed = drafter.propose(views, caps)
-                if len(proposed) != len(asked):
-                    raise ValueError(f"{len(asked)} rows were given, {len(proposed)} trees came back")
-            except Exception as exc:
-                self._lose_drafts([plans[i].sequence for i in asked], f"raised {type(exc).__name__}: {exc}")
-                continue
-            for i, tree in zip(asked, proposed, strict=True):
-                trees[i] = self._checked(plans[i], tree)
-        return trees
-
-    def _starts(self, drafter: Drafter, sequence: Sequence) -> bool:
-        """Whether the drafter knows the sequence; one that it could not take up is not offered again."""
-        sequence.num_asked += 1
-        if sequence not in self._drafting and sequence not in self._muted:
-            try:
-                drafter.start(self._view(sequence))
-                self._drafting.add(sequence)
-            except Exception as exc:
-                self._muted.add(sequence)
-                self._lose_drafts([sequence], f"raised {type(exc).__name__} at the start: {exc}")
-        return sequence in self._drafting
-
-    def _checked(self, plan: PlannedRows, tree: DraftTree) -> DraftTree:
-        try:
-            fault = tree.fault(self.limits.vocab_size)
-        except Exception as exc:
-            fault = f"cannot be read: {type(exc).__name__}: {exc}"
-        if fault is None:
-            return tree.prune(plan.node_cap, plan.max_depth)
-        self._lose_drafts([plan.sequence], f"proposed a tree that {fault}")
-        return EMPTY_TREE
-
     def _constrain(self, plans: SequenceOf[PlannedRows], trees: list[DraftTree]) -> dict[Sequence, NDArray[np.bool_]]:
         """What grammars allow at each row that draws, [1 + nodes, vocab]; forced tokens join the trees as drafts."""
         masks = {}
@@ -335,11 +280,6 @@ class Engine:
             except Exception:  # stuck or worn out: nothing can be drawn from a row that allows nothing
                 trees[i], masks[plan.sequence] = EMPTY_TREE, np.zeros((1, self.limits.vocab_size), np.bool_)
         return masks
-
-    def _lose_drafts(self, sequences: list[Sequence], why: str) -> None:
-        self.metrics.num_drafter_faults += 1
-        for sequence in sequences:
-            sequence.stats.inactive_reason = f"drafter {sequence.stats.drafter!r} {why}"
 
     def _draw(
         self, step: StepBatch, result: ForwardResult, masks: Mapping[Sequence, NDArray[np.bool_]]
@@ -510,14 +450,15 @@ class Engine:
         else:
             self.metrics.num_prompt_tokens += span.num_pending
         self._emit(active, sequence, kept, logprobs, num_drafted=len(path))
-        if sequence in self._drafting:
-            self._observe(sequence, StepResult(tree=span.tree, path=path, tokens=kept.token_ids))
-
-    def _observe(self, sequence: Sequence, step: StepResult) -> None:
-        try:
-            self._drafters[sequence.stats.drafter].observe(self._view(sequence), step)
-        except Exception as exc:
-            self._lose_drafts([sequence], f"raised {type(exc).__name__} when told the outcome: {exc}")
+        if is_root and kept.reason is None:
+            told = StepResult(
+                tree=span.tree,
+                path=path,
+                tokens=kept.token_ids,
+                drawn=drawn.ids,
+                top_ids=result.top_ids[span.first_logit : span.first_logit + 1 + len(span.tree)],
+            )
+            self.drafting.observe(sequence, told)
 
     def _cut(self, sequence: Sequence, run: SequenceOf[int]) -> Cut:
         choice = self._choice_of(sequence)
@@ -559,7 +500,7 @@ class Engine:
         if not active.choices:
             del self._active[sequence.request.request_id]
         if not sequence.stats.num_drafts and sequence.stats.inactive_reason is None:
-            sequence.stats.inactive_reason = controller.inactive_reason(sequence, self.config.speculation)
+            sequence.stats.inactive_reason = self.controller.inactive_reason(sequence)
         end = commit.finished(choice, kept, now)
         self.metrics.count_finish(end.reason)
         self._events.append(end)

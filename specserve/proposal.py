@@ -15,17 +15,19 @@ from typing import NamedTuple, Protocol
 class DraftTree:
     """Nodes in creation order: `token_ids[i]` under `parents[i]` (a node before it, or -1 = the root).
 
-    `drafters[i]` names who guessed node i. Siblings carry distinct ids.
+    `drafters[i]` names who guessed node i. Siblings carry distinct ids. `survival[i]` is the drafter's estimate of the
+    chance that node i is accepted, ancestors included, so never above its parent's; () = it has none.
     """
 
     token_ids: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
     drafters: tuple[str, ...] = ()
+    survival: tuple[float, ...] = ()
 
     @classmethod
-    def chain(cls, token_ids: SequenceOf[int], drafter: str) -> DraftTree:
+    def chain(cls, token_ids: SequenceOf[int], drafter: str, survival: SequenceOf[float] = ()) -> DraftTree:
         n = len(token_ids)
-        return cls(tuple(token_ids), tuple(range(-1, n - 1)), (drafter,) * n)
+        return cls(tuple(token_ids), tuple(range(-1, n - 1)), (drafter,) * n, tuple(survival))
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -61,22 +63,39 @@ class DraftTree:
                 return f"node {i} has parent {parent}; allowed: -1 to {i - 1}"
         if len(set(zip(self.parents, self.token_ids, strict=True))) != n:
             return "has two siblings with the same id"
+        return self._survival_fault() if self.survival else None
+
+    def _survival_fault(self) -> str | None:
+        if len(self.survival) != len(self):
+            return f"has {len(self)} nodes and {len(self.survival)} estimates of survival"
+        for i, (parent, value) in enumerate(zip(self.parents, self.survival, strict=True)):
+            most = self.survival[parent] if parent >= 0 else 1.0
+            if not 0.0 <= value <= most:  # NaN is neither
+                return f"node {i} has survival {value}; allowed: 0 to {most}, its parent's"
         return None
 
     def prune(self, max_nodes: int, max_depth: int) -> DraftTree:
-        """The first `max_nodes` nodes no deeper than `max_depth`; ancestors precede, so the set stays closed."""
+        """At most `max_nodes` nodes no deeper than `max_depth`: those of highest survival, or else the first.
+
+        Ancestors precede and survive at least as surely, so the set stays closed.
+        """
         depths = self.depths()
         if len(self) <= max_nodes and max(depths, default=0) <= max_depth:
             return self
-        kept: dict[int, int] = {-1: -1}
-        for i, depth in enumerate(depths):
-            if len(kept) - 1 < max_nodes and depth <= max_depth and self.parents[i] in kept:
-                kept[i] = len(kept) - 1
-        nodes = [i for i in kept if i >= 0]
+        order: SequenceOf[int] = range(len(self))
+        if self.survival:
+            order = sorted(order, key=lambda i: -self.survival[i])
+        return self.keep([i for i in order if depths[i] <= max_depth][:max_nodes])
+
+    def keep(self, nodes: SequenceOf[int]) -> DraftTree:
+        """Only these nodes, in their own order; the ancestors of each must be among them."""
+        nodes = sorted(nodes)
+        place = {-1: -1} | {node: i for i, node in enumerate(nodes)}
         return DraftTree(
             tuple(self.token_ids[i] for i in nodes),
-            tuple(kept[self.parents[i]] for i in nodes),
+            tuple(place[self.parents[i]] for i in nodes),
             tuple(self.drafters[i] for i in nodes),
+            tuple(self.survival[i] for i in nodes) if self.survival else (),
         )
 
 
@@ -84,7 +103,12 @@ EMPTY_TREE = DraftTree()
 
 
 class DraftRow(NamedTuple):
-    """A sequence as its drafter sees it. `token_ids` ends with the root; it must not be modified."""
+    """A sequence as its drafter sees it. `token_ids` ends with the root; neither it nor `pages` may be modified.
+
+    `pages` hold slots [0, cached_len) and, in `propose`, the slots of the root and of as many nodes as its cap allows.
+    `salt` "" = it shares nothing with other sequences. `prediction`: tokens that the caller expects in the answer.
+    `epoch` changes when the sequence was preempted: its pages are others now, and hold nothing of a drafter's layers.
+    """
 
     sequence_id: str
     token_ids: SequenceOf[int]
@@ -94,23 +118,35 @@ class DraftRow(NamedTuple):
     choice: int
     temperature: float
     salt: str
+    pages: SequenceOf[int] = ()
+    prediction: SequenceOf[int] = ()
+    epoch: int = 0
 
 
 class StepResult(NamedTuple):
     """What the target made of a step of one sequence: the tree, the accepted nodes in order, the bonus token.
 
-    `tokens` is what was committed after the cut: the path's ids and the bonus, or a prefix of them.
+    `tokens` is what was committed after the cut: the path's ids and the bonus, or a prefix of them. `drawn` are the
+    target's tokens at the root and at each node, -1 or -2 where it drew none. `top_ids[row]` are the ids of its eight
+    largest raw logits there, best first, rejected nodes included; () unless the drafter wants them.
     """
 
     tree: DraftTree
     path: tuple[int, ...]
     tokens: tuple[int, ...]
+    drawn: SequenceOf[int] = ()
+    top_ids: SequenceOf[SequenceOf[int]] = ()
 
 
 class Drafter(Protocol):
-    """Guesses the tokens that follow a root. State is per sequence and costs O(new tokens) a step."""
+    """Guesses the tokens that follow a root. State is per sequence and costs O(new tokens) a step.
+
+    `wants_top_ids`: fill in `StepResult.top_ids`. Model drafters get the target as a `Forward` when they are made
+    (specserve/forward.py).
+    """
 
     name: str
+    wants_top_ids: bool
 
     def start(self, view: DraftRow) -> None:
         """Called before the first `propose` of a sequence, in a step after its first token left."""

@@ -72,10 +72,15 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationParams:
-    """Per-request override of the engine's speculation; unset fields follow the engine."""
+    """Per-request override of the engine's speculation; unset fields follow the engine.
+
+    `num_draft_tokens` fixes the number of nodes a step. `prediction`: token ids that the answer is expected to
+    contain, in order (a file to be edited, a form to be filled in).
+    """
 
     drafter: str | None = None
     num_draft_tokens: int | None = None
+    prediction: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

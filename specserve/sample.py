@@ -23,6 +23,9 @@ from specserve.request import SamplingParams
 # candidates looked at before a full sort; top-p at usual p needs far fewer
 _TOP_P_CANDIDATES = 512
 
+# how many of a row's best ids drafters may learn from
+NUM_TOP_IDS = 8
+
 # what a draw yields where processing excluded every id
 STUCK = -2
 
@@ -162,6 +165,11 @@ def draw_tokens(logits: Tensor, draws: Sequence[Draw], ops: Ops) -> list[int]:
 def largest_ids(logits: Tensor) -> list[int]:
     """The greedy draw of every row of raw logits [rows, vocab]; ties go to the lowest id."""
     return list(logits.numpy().argmax(axis=1).tolist())
+
+
+def top_ids(logits: Tensor, ops: Ops) -> list[list[int]]:
+    """Ids of the `NUM_TOP_IDS` largest raw logits of every row of [rows, vocab], best first."""
+    return list(ops.top_ids(logits, min(NUM_TOP_IDS, logits.shape[1])).tolist())
 
 
 def _log_softmax(values: Floats) -> NDArray[np.float64]:

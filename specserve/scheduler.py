@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -59,13 +60,13 @@ class Scheduler:
         pool: PagePool,
         index: PrefixIndex | None,
         max_model_len: int,
-        budget: Callable[[Sequence], int],
+        budgets: Callable[[SequenceOf[Sequence], int], SequenceOf[int]],
     ) -> None:
         self.config = config
         self.pool = pool
         self.index = index
         self.max_model_len = max_model_len
-        self.budget = budget
+        self.budgets = budgets
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
 
@@ -91,7 +92,7 @@ class Scheduler:
         return limit - len(sequence.token_ids)
 
     def plan(self) -> StepPlan:
-        """The next step. Deterministic: no clock, no randomness; caps come from `budget`."""
+        """The next step. Deterministic: no clock, no randomness; caps come from `budgets`."""
         preempted: list[Sequence] = []
         copies: list[Move] = []
         pending: dict[Sequence, int] = {}
@@ -188,7 +189,9 @@ class Scheduler:
         """Lower the budgets to what tokens, pages and the answer's own end allow (evenly, in rank order)."""
         first_token_waits = any(not sequence.has_token for sequence in chunks)
         depths = {s: max(self.tokens_allowed(s) - 1, 0) for s in pending}
-        caps = {s: 0 if first_token_waits or not depths[s] else self.budget(s) for s in pending}
+        may_draft = [s for s in pending if depths[s] and not first_token_waits]
+        caps = dict.fromkeys(pending, 0)
+        caps |= zip(may_draft, self.budgets(may_draft, sum(chunks.values())), strict=True)
         left = sum(1 for cap in caps.values() if cap)
         self._keep_reserve(left)
         rows = []

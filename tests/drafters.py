@@ -23,6 +23,7 @@ class CountingDrafter:
     """The protocol with counters; a subclass writes `draft(row, cap)`."""
 
     name = "counting"
+    wants_top_ids = False
 
     def __init__(self, answers: Answers | None = None) -> None:
         self.answers: Answers = {} if answers is None else answers

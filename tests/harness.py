@@ -96,7 +96,7 @@ class EngineHarness:
         flat = {"drafter": name, "num_pages": 256, "debug": True, "kernels": kernels} | dict(options)
         engine = build(EngineConfig.from_options(model=str(folder), **flat)).engine
         if not isinstance(drafter, str):
-            engine._drafters["ngram"] = drafter
+            engine.drafting.drafters["ngram"] = drafter
         return engine
 
     def _watch(self) -> None:

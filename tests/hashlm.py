@@ -73,7 +73,7 @@ class HashRunner:
             raise AssertionError(f"row {row} at position {int(batch.positions[row])} sees {len(tokens)} tokens")
         return [token for token in tokens if token is not None]
 
-    def apply(self, moves: Sequence[Move]) -> None:
+    def apply(self, moves: Sequence[Move], *, copies: bool = False) -> None:
         if len({move.target for move in moves}) != len(moves):
             raise AssertionError("two moves share a target")
         held = [self.slots[move.source] for move in moves]
@@ -96,6 +96,7 @@ class HashTreeDrafter:
     """Random trees in which the truth hides with probability `truth` per level, seldom as the first child."""
 
     name = "hashtree"
+    wants_top_ids = False
 
     def __init__(self, seed: int, vocab_size: int, truth: float) -> None:
         self._random = random.Random(seed)

@@ -111,7 +111,6 @@ def ignore_the_prefix(patch: pytest.MonkeyPatch) -> None:
 def keep_drafter_state(patch: pytest.MonkeyPatch) -> None:
     def forget(self: Engine, sequence: Any) -> None:
         self.scheduler.remove(sequence)
-        self._drafting.discard(sequence)
 
     patch.setattr(Engine, "_drop", forget)
 

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from specserve.config import SpeculationConfig
+from specserve.forward import Forward
 from specserve.proposal import Drafter
 
-__all__ = ["make_drafter"]
+__all__ = ["MODEL_FREE", "make_drafter"]
+
+MODEL_FREE = ("ngram", "suffix", "recycling", "prediction")
 
 
-def make_drafter(name: str, config: SpeculationConfig) -> Drafter:
-    """The drafter called `name`; raises ValueError for a name that no drafter has."""
+def make_drafter(name: str, config: SpeculationConfig, forward: Forward | None) -> Drafter:
+    """The drafter called `name`, for the target behind `forward` (None: there is none, as in the simulator).
+
+    Raises:
+        ValueError: no drafter has this name, or it needs a target.
+    """
     match name:
         case "ngram":
             from specserve_drafts.ngram import NgramDrafter

@@ -42,6 +42,7 @@ class NgramDrafter:
     """Chains copied from the sequence's own past; no model, no state shared between sequences."""
 
     name = "ngram"
+    wants_top_ids = False
 
     def __init__(self, shortest: int = 1, longest: int = 4) -> None:
         self._shortest = shortest

@@ -202,6 +202,13 @@ class Ops(Protocol):
         """
         ...
 
+    def top_ids(self, logits: Tensor, count: int) -> Tensor:
+        """Ids of the `count` largest logits of each row, fp32 [rows, vocab] → int64 [rows, count], best first.
+
+        Only drafters read them: the order among equal logits is the backend's.
+        """
+        ...
+
     def noise(self, seed: Tensor, draw_index: Tensor, choice: Tensor, purpose: int, vocab_size: int) -> Tensor:
         """Gumbel noise fp32 [n, vocab_size] for n keys (int64 [n] each; seed's 64 bits are read as unsigned).
 

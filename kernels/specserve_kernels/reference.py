@@ -110,6 +110,11 @@ def visible_slots(rows: AttentionRows, row: int) -> list[int]:
     return [*range(int(rows.prefix_len[row])), *tail]
 
 
+def top_ids(logits: Tensor, count: int) -> Tensor:
+    """Ids of the `count` largest logits of each row, [rows, count], best first."""
+    return torch.topk(logits, count, dim=1).indices
+
+
 def noise(seed: Tensor, draw_index: Tensor, choice: Tensor, purpose: int, vocab_size: int) -> Tensor:
     """Gumbel noise fp32 [n, vocab_size], one token id at a time."""
     out = torch.empty(seed.shape[0], vocab_size)

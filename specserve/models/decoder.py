@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -354,8 +354,22 @@ class Decoder:
         )
         return self.ops.decoder(model)
 
-    @torch.inference_mode()
     def forward(self, ids: Tensor, positions: Tensor, slots: Tensor, rows: AttentionRows, kv: Tensor) -> Tensor:
+        """As `run`, through all layers; the hidden states alone."""
+        return self.run(ids, positions, slots, rows, kv)[0]
+
+    @torch.inference_mode()
+    def run(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        rows: AttentionRows,
+        kv: Tensor,
+        *,
+        num_layers: int | None = None,
+        feature_layers: Sequence[int] = (),
+    ) -> tuple[Tensor, Tensor]:
         """Hidden states after the final norm, [rows, hidden] in the model's dtype; writes K and V of every row.
 
         Args:
@@ -364,18 +378,30 @@ class Decoder:
             slots: int64 [rows], physical (page * page_size + offset), where each row's K and V are written.
             rows: what each row sees; its own slot is the last of it.
             kv: [layers, 2, pages, kv_heads, page_size, head_dim] in the model's dtype.
+            num_layers: stop after so many layers, with the final norm; None = all.
+            feature_layers: layers (0-based, ascending) whose output is wanted as well.
+
+        Returns:
+            (hidden states, features [len(feature_layers), rows, hidden]: the residual stream after those layers).
         """
         if self._fused is not None:
-            return self._fused.forward(ids, positions, slots, rows, kv)[0]
+            return self._fused.forward(
+                ids, positions, slots, rows, kv, num_layers=num_layers, feature_layers=feature_layers
+            )
         ops = self.ops
         eps = self.config.rms_norm_eps
         hidden = ops.embed(ids, self.weights.embed)
-        for layer, cache in zip(self.weights.layers, kv, strict=True):
+        features = []
+        layers = self.weights.layers[:num_layers]
+        for index, (layer, cache) in enumerate(zip(layers, kv, strict=False)):
             x = ops.rms_norm(hidden, layer.attention_norm, eps)
             hidden = hidden + self._attend(x, layer, positions, slots, rows, cache)
             x = ops.rms_norm(hidden, layer.mlp_norm, eps)
             hidden = hidden + ops.linear(ops.silu_mul(ops.linear(x, layer.gate_up)), layer.down)
-        return ops.rms_norm(hidden, self.weights.norm, eps)
+            if index in feature_layers:
+                features.append(hidden)
+        stacked = torch.stack(features) if features else hidden.new_empty(0, *hidden.shape)
+        return ops.rms_norm(hidden, self.weights.norm, eps), stacked
 
     def _attend(
         self, x: Tensor, layer: LayerWeights, positions: Tensor, slots: Tensor, rows: AttentionRows, cache: Tensor

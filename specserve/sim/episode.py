@@ -13,6 +13,7 @@ import specserve_kernels
 
 from specserve import build
 from specserve.config import CacheConfig, EngineConfig, ModelLimits, SchedulerConfig, SpeculationConfig
+from specserve.controller import Controller
 from specserve.engine import Engine
 from specserve.errors import InvalidRequest, Overloaded
 from specserve.events import Delta, Failed, Finished
@@ -62,7 +63,7 @@ def make_engine(world: World, runner: HashRunner, drafters: dict[str, Drafter], 
         drafters=("off", *DRAFTERS),
     )
     ops = specserve_kernels.load("auto")  # for the noise of sampled draws
-    return Engine(config, limits, runner, ops, PlainText(), drafters, clock)
+    return Engine(config, limits, runner, ops, PlainText(), drafters, Controller(config.speculation), clock)
 
 
 def plain_answers(world: World, request: Request) -> list[tuple[list[int], str]]:
@@ -97,7 +98,7 @@ class Episode:
         self.coverage: Counter[str] = Counter()
         self.runner = HashRunner(world.num_pages, world.page_size)
         guessers: list[Drafter] = [
-            build.make_drafters(SpeculationConfig())["ngram"],
+            build.make_drafters(SpeculationConfig(), None)["ngram"],
             TreeGuesser(world.name, world.truth),
         ]
         self._drafters = {drafter.name: FaultyDrafter(drafter) for drafter in guessers}

@@ -18,6 +18,7 @@ class TreeGuesser:
     """Trees in which the right token is a child with probability `truth` per node, seldom the first child."""
 
     name = "tree"
+    wants_top_ids = False
 
     def __init__(self, world: str, truth: float) -> None:
         self._world = world
@@ -68,6 +69,7 @@ class FaultyDrafter:
 
     def __init__(self, inner: Drafter) -> None:
         self.name = inner.name
+        self.wants_top_ids = inner.wants_top_ids
         self.live: set[str] = set()
         self.fault: str | None = None
         self.complaint: str | None = None

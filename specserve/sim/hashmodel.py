@@ -199,7 +199,7 @@ class HashRunner:
                     self.struck.add(request_id)
         return rows
 
-    def apply(self, moves: Sequence[Move]) -> None:
+    def apply(self, moves: Sequence[Move], *, copies: bool = False) -> None:
         """Copy slots; all sources are read before any target is written."""
         held = [(self.tokens[move.source], self.states[move.source]) for move in moves]
         if len({move.target for move in moves}) != len(moves) or any(state == GONE for _, state in held):

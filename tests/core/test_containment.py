@@ -12,6 +12,7 @@ from specserve_kernels import load
 import specserve.engine
 from specserve.commit import AnswerText, cut
 from specserve.config import CacheConfig, EngineConfig, ModelLimits, SchedulerConfig
+from specserve.controller import Controller
 from specserve.engine import Engine
 from specserve.errors import EngineFault, InvalidRequest
 from specserve.events import Delta, Event, Failed, Finished, FinishReason
@@ -37,6 +38,7 @@ class Fussy:
     """Drafts the last token again; refuses to start for sequences named `bad`."""
 
     name = "fussy"
+    wants_top_ids = False
 
     def start(self, view: DraftRow) -> None:
         if view.sequence_id.startswith("bad"):
@@ -64,7 +66,8 @@ def engine(num_pages: int = 32, **scheduler: int) -> Engine:
         eos_token_ids=(0,),
         drafters=("off", "fussy"),
     )
-    return Engine(config, limits, HashRunner(num_pages, 4, VOCAB), load("torch"), Plain(), {"fussy": Fussy()})
+    runner, controller = HashRunner(num_pages, 4, VOCAB), Controller(config.speculation)
+    return Engine(config, limits, runner, load("torch"), Plain(), {"fussy": Fussy()}, controller)
 
 
 def request(name: str, drafter: str = "off", prompt: Sequence[int] = (1, 2, 3), **params: Any) -> Request:

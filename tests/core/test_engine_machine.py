@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from specserve_kernels import load
 
 from specserve.config import CacheConfig, EngineConfig, ModelLimits, SchedulerConfig
+from specserve.controller import Controller
 from specserve.engine import Engine
 from specserve.errors import Cancelled, DeadlineExceeded, EngineFault, InvalidRequest, NumericFault
 from specserve.events import Delta, Event, Failed, Finished, Started
@@ -71,8 +72,10 @@ class EngineMachine(RuleBasedStateMachine):
         self.runner = HashRunner(num_pages, page_size, VOCAB)
         self.runner.fault_on = {POISON}
         self.drafter = HashTreeDrafter(seed, VOCAB, truth)
+        controller = Controller(config.speculation)
+        drafters = {"hashtree": self.drafter}
         self.engine = Engine(
-            config, limits, self.runner, load("torch"), Plain(), {"hashtree": self.drafter}, lambda: self.now
+            config, limits, self.runner, load("torch"), Plain(), drafters, controller, lambda: self.now
         )
         self.requests: dict[str, Request] = {}
         self.answers: dict[str, dict[int, list[int]]] = {}

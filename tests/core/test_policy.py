@@ -52,7 +52,7 @@ def test_an_unknown_drafter_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match="Did you mean 'ngram'"):
         SpeculationConfig(drafter="ngrm")
     with pytest.raises(ValueError, match="no drafter is called"):
-        make_drafter("psychic", SpeculationConfig())
+        make_drafter("psychic", SpeculationConfig(), None)
     with pytest.raises(ConfigError):
         SchedulerConfig(max_num_seqs=0)
 

@@ -228,6 +228,10 @@ class NativeOps:
         )
         return out
 
+    def top_ids(self, logits: Tensor, count: int) -> Tensor:
+        """Ids of the `count` largest logits of each row, [rows, count], best first."""
+        return torch.topk(logits, count, dim=1).indices
+
     def noise(self, seed: Tensor, draw_index: Tensor, choice: Tensor, purpose: int, vocab_size: int) -> Tensor:
         """Gumbel noise fp32 [n, vocab_size] for n keys (int64 [n] each); see Ops.noise."""
         n = check_keys(seed, draw_index, choice)

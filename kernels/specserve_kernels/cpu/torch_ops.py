@@ -352,6 +352,11 @@ _LOW_WORD = 0xFFFFFFFF
 _LOW_WORD_64, _WORD_BITS_64 = np.uint64(_LOW_WORD), np.uint64(32)
 
 
+def top_ids(logits: Tensor, count: int) -> Tensor:
+    """Ids of the `count` largest logits of each row, [rows, count], best first."""
+    return torch.topk(logits, count, dim=1).indices
+
+
 def noise(seed: Tensor, draw_index: Tensor, choice: Tensor, purpose: int, vocab_size: int) -> Tensor:
     """Gumbel noise fp32 [n, vocab_size] for n keys (int64 [n] each), as the protocol defines it."""
     out: Float32 = np.empty((seed.shape[0], vocab_size), np.float32)
