@@ -18,12 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specserve import batch, commit
-from specserve.batch import Span, StepBatch
+from specserve.batch import Span
 from specserve.commit import AnswerText, Choice, Cut, TextDecoder, Times
 from specserve.config import EngineConfig, ModelLimits
 from specserve.constraint import with_forced
 from specserve.controller import Controller, drafter_of
 from specserve.drafting import Drafting
+from specserve.drawing import Drawn, draw_step
 from specserve.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -45,9 +46,6 @@ from specserve.proposal import EMPTY_TREE, Drafter, DraftTree, StepResult
 from specserve.request import Request, Sequence
 from specserve.sample import (
     STUCK,
-    Draw,
-    draw_tokens,
-    largest_ids,
     prompt_token_logprobs,
     token_logprobs,
     top_ids,
@@ -78,15 +76,6 @@ class _Active:
     choices: dict[Sequence, Choice] = field(default_factory=dict)
     started: bool = False
     prompt_logprobs: list[TokenLogprobs | None] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Drawn:
-    """What one span drew: the draws in row order (or in choice order for a prompt that forks), and the ids."""
-
-    draws: list[Draw]
-    ids: list[int]
-    error: Exception | None = None
 
 
 def _as_fault(exc: Exception) -> SpecserveError:
@@ -247,7 +236,7 @@ class Engine:
         masks = self._constrain(plan.rows, trees)
         step = batch.build(plan.rows, trees)
         result = self._runner.forward(step)
-        drawn = self._draw(step, result, masks)
+        drawn = draw_step(step, result, masks, self._choice_of, self._ops)
         if self.drafting.wants_top_ids(span.sequence for span in step.spans):
             result = replace(result, top_ids=top_ids(result.logits, self._ops))
         metrics = self.metrics
@@ -281,68 +270,6 @@ class Engine:
                 trees[i], masks[plan.sequence] = EMPTY_TREE, np.zeros((1, self.limits.vocab_size), np.bool_)
         return masks
 
-    def _draw(
-        self, step: StepBatch, result: ForwardResult, masks: Mapping[Sequence, NDArray[np.bool_]]
-    ) -> dict[Sequence, _Drawn]:
-        """Draw a token at every row that may need one. A row that is not finite draws -1, which no child carries."""
-        drawn = self._draw_greedy(step, result)
-        draws = {
-            span.sequence: self._draws_of(span, masks.get(span.sequence))
-            for span in step.spans
-            if span.draws and span.sequence not in drawn
-        }
-        finite = [result.finite[row] for row in step.logit_rows.tolist()] if draws else []
-        try:
-            ids = iter(self._draw_rows([draw for group in draws.values() for draw in group], finite, result))
-        except Exception:  # find out whose it is: the others are drawn alone, with the same bits
-            return drawn | {sequence: self._draw_alone(group, finite, result) for sequence, group in draws.items()}
-        return drawn | {sequence: _Drawn(group, [next(ids) for _ in group]) for sequence, group in draws.items()}
-
-    def _draw_alone(self, group: list[Draw], finite: list[bool], result: ForwardResult) -> _Drawn:
-        try:
-            return _Drawn(group, self._draw_rows(group, finite, result))
-        except Exception as exc:
-            return _Drawn(group, [-1] * len(group), exc)
-
-    def _draw_rows(self, draws: list[Draw], finite: list[bool], result: ForwardResult) -> list[int]:
-        ids = iter(draw_tokens(result.logits, [draw for draw in draws if finite[draw.row]], self._ops))
-        return [next(ids) if finite[draw.row] else -1 for draw in draws]
-
-    def _draw_greedy(self, step: StepBatch, result: ForwardResult) -> dict[Sequence, _Drawn]:
-        """Sequences that take the largest raw logit and report nothing: one argmax for all, no `Draw` a row."""
-        spans = [span for span in step.spans if span.draws and self._choice_of(span.sequence).plain]
-        if not spans:
-            return {}
-        largest = largest_ids(result.logits)
-        drawn = {}
-        for span in spans:
-            rows = result.finite[span.first + span.num_pending - 1 : span.first + span.num_rows]
-            ids = largest[span.first_logit : span.first_logit + len(rows)]
-            ids = ids if all(rows) else [token_id if ok else -1 for token_id, ok in zip(ids, rows, strict=True)]
-            drawn[span.sequence] = _Drawn([], ids * (span.sequence.num_siblings + 1))
-        return drawn
-
-    def _draws_of(self, span: Span, masks: NDArray[np.bool_] | None) -> list[Draw]:
-        sequence, choice = span.sequence, self._choice_of(span.sequence)
-
-        def draw(row: int, path: tuple[int, ...], index: int) -> Draw:
-            draw_index = len(sequence.token_ids) + len(path)
-            return Draw(
-                row=span.first_logit + row,
-                draw_index=draw_index,
-                choice=index,
-                seed=sequence.seed,
-                params=sequence.request.params,
-                banned=commit.banned_ids(sequence, draw_index, choice.stops),
-                path=path,
-                history=choice.history,
-                mask=None if masks is None else masks[row],
-            )
-
-        if sequence.num_siblings:
-            return [draw(0, (), index) for index in range(sequence.num_siblings + 1)]
-        return [draw(row, path, sequence.choice) for row, path in enumerate([(), *span.tree.paths()])]
-
     def _report_prompt(self, active: _Active, span: Span, result: ForwardResult) -> None:
         """Log-probabilities of the prompt tokens that follow this chunk's rows; recomputed rows are known already."""
         sequence = span.sequence
@@ -360,7 +287,7 @@ class Engine:
 
     # ---- committing
 
-    def _commit(self, active: _Active, span: Span, result: ForwardResult, drawn: _Drawn | None) -> None:
+    def _commit(self, active: _Active, span: Span, result: ForwardResult, drawn: Drawn | None) -> None:
         """Settle one sequence's rows: check them, keep what was accepted, cut, publish, tell."""
         self._report_prompt(active, span, result)
         pending = result.finite[span.first : span.first + span.num_pending]
@@ -380,7 +307,7 @@ class Engine:
         else:
             self._commit_run(active, span, self._accepted(span, result, drawn), result, drawn)
 
-    def _accepted(self, span: Span, result: ForwardResult, drawn: _Drawn) -> tuple[int, ...]:
+    def _accepted(self, span: Span, result: ForwardResult, drawn: Drawn) -> tuple[int, ...]:
         """The path, up to the first node that is not finite or stuck: it fails as a root, where plain decoding does."""
         path, _ = walk(span.tree, drawn.ids)
         first = span.first + span.num_pending
@@ -407,7 +334,7 @@ class Engine:
         if self.index is not None:
             self.index.publish(sequence.table, sequence.token_ids, sequence.request.cache_salt)
 
-    def _commit_fork(self, active: _Active, span: Span, result: ForwardResult, drawn: _Drawn) -> None:
+    def _commit_fork(self, active: _Active, span: Span, result: ForwardResult, drawn: Drawn) -> None:
         """The prompt of n choices is done: siblings share its pages, each starts from its own draw."""
         first = span.sequence
         logprobs = self._logprobs(drawn, range(first.num_siblings + 1), result)
@@ -433,7 +360,7 @@ class Engine:
             self._emit(active, sequence, self._cut(sequence, [token_id]), told, num_drafted=0)
 
     def _commit_run(
-        self, active: _Active, span: Span, path: tuple[int, ...], result: ForwardResult, drawn: _Drawn
+        self, active: _Active, span: Span, path: tuple[int, ...], result: ForwardResult, drawn: Drawn
     ) -> None:
         """The accepted path and the bonus of one sequence, cut where the answer ends."""
         sequence = span.sequence
@@ -464,7 +391,7 @@ class Engine:
         choice = self._choice_of(sequence)
         return commit.cut(sequence, run, choice.text, choice.stops, self.scheduler.tokens_allowed(sequence))
 
-    def _logprobs(self, drawn: _Drawn, rows: SequenceOf[int], result: ForwardResult) -> list[TokenLogprobs] | None:
+    def _logprobs(self, drawn: Drawn, rows: SequenceOf[int], result: ForwardResult) -> list[TokenLogprobs] | None:
         """Of the ids drawn at these rows; asked for before anything is appended, since a draw's history is live."""
         if not drawn.draws or drawn.draws[0].params.logprobs is None:
             return None

@@ -388,20 +388,23 @@ class Decoder:
             return self._fused.forward(
                 ids, positions, slots, rows, kv, num_layers=num_layers, feature_layers=feature_layers
             )
-        ops = self.ops
-        eps = self.config.rms_norm_eps
-        hidden = ops.embed(ids, self.weights.embed)
+        hidden = self.ops.embed(ids, self.weights.embed)
         features = []
-        layers = self.weights.layers[:num_layers]
-        for index, (layer, cache) in enumerate(zip(layers, kv, strict=False)):
-            x = ops.rms_norm(hidden, layer.attention_norm, eps)
-            hidden = hidden + self._attend(x, layer, positions, slots, rows, cache)
-            x = ops.rms_norm(hidden, layer.mlp_norm, eps)
-            hidden = hidden + ops.linear(ops.silu_mul(ops.linear(x, layer.gate_up)), layer.down)
+        for index, (layer, cache) in enumerate(zip(self.weights.layers[:num_layers], kv, strict=False)):
+            hidden = self._layer(hidden, layer, positions, slots, rows, cache)
             if index in feature_layers:
                 features.append(hidden)
         stacked = torch.stack(features) if features else hidden.new_empty(0, *hidden.shape)
-        return ops.rms_norm(hidden, self.weights.norm, eps), stacked
+        return self.ops.rms_norm(hidden, self.weights.norm, self.config.rms_norm_eps), stacked
+
+    def _layer(
+        self, hidden: Tensor, layer: LayerWeights, positions: Tensor, slots: Tensor, rows: AttentionRows, cache: Tensor
+    ) -> Tensor:
+        ops, eps = self.ops, self.config.rms_norm_eps
+        x = ops.rms_norm(hidden, layer.attention_norm, eps)
+        hidden = hidden + self._attend(x, layer, positions, slots, rows, cache)
+        x = ops.rms_norm(hidden, layer.mlp_norm, eps)
+        return hidden + ops.linear(ops.silu_mul(ops.linear(x, layer.gate_up)), layer.down)
 
     def _attend(
         self, x: Tensor, layer: LayerWeights, positions: Tensor, slots: Tensor, rows: AttentionRows, cache: Tensor

@@ -9,6 +9,7 @@ import pytest
 from hashlm import HashRunner, continuation
 from specserve_kernels import load
 
+import specserve.drawing
 import specserve.engine
 from specserve.commit import AnswerText, cut
 from specserve.config import CacheConfig, EngineConfig, ModelLimits, SchedulerConfig
@@ -91,14 +92,14 @@ def answer(events: Sequence[Event], name: str) -> list[int]:
 
 
 def test_an_error_while_drawing_for_one_request_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = specserve.engine.draw_tokens
+    real = specserve.drawing.draw_tokens
 
     def picky(logits: Any, draws: Sequence[Draw], ops: Any) -> list[int]:
         if any(draw.seed == 13 for draw in draws):
             raise ValueError("thirteen")
         return real(logits, draws, ops)
 
-    monkeypatch.setattr(specserve.engine, "draw_tokens", picky)
+    monkeypatch.setattr(specserve.drawing, "draw_tokens", picky)
     machine = engine()
     machine.submit(request("bad", temperature=0.5, seed=13, top_k=1))
     machine.submit(request("good", temperature=0.5, seed=14, top_k=1))

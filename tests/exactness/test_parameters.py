@@ -32,7 +32,7 @@ from cells import (
 from harness import EngineHarness, Run
 from oracle import NearTies
 
-from specserve.engine import Engine
+from specserve import drawing
 from specserve.processors import History
 from specserve.proposal import DraftTree
 from specserve.request import Request
@@ -292,19 +292,19 @@ GROSS = ("whole_tree", "previous_row", "no_path")
 def plant(wrong: Wrong, monkeypatch: pytest.MonkeyPatch) -> None:
     """Processing gets `wrong(tree, node)` for the row's own path; noise and bans of the row stay as they are."""
     mistaken: dict[History, dict[tuple[int, ...], tuple[int, ...]]] = {}
-    draws_of, process = Engine._draws_of, History.process
+    draws_of, process = drawing._draws_of, History.process
 
-    def watched(self: Engine, span: Any, *rest: Any) -> Any:
-        history = self._choice_of(span.sequence).history
+    def watched(span: Any, choice: Any, *rest: Any) -> Any:
+        history = choice.history
         if history is not None:
             nodes = range(-1, len(span.tree))
             mistaken[history] = {own_path(span.tree, node): wrong(span.tree, node) for node in nodes}
-        return draws_of(self, span, *rest)
+        return draws_of(span, choice, *rest)
 
     def planted(self: History, logits: Any, path: Sequence[int], *rest: Any) -> Any:
         return process(self, logits, mistaken[self][tuple(path)], *rest)
 
-    monkeypatch.setattr(Engine, "_draws_of", watched)
+    monkeypatch.setattr(drawing, "_draws_of", watched)
     monkeypatch.setattr(History, "process", planted)
 
 

@@ -32,8 +32,9 @@ TABLE: dict[str, frozenset[str]] = {
     "runner": PURE_ROWS | {"batch", "models", "specserve_kernels", TORCH},
     "forward": frozenset({"models", "specserve_kernels", TORCH}),
     "specserve_drafts": PURE_ROWS | {"batch", "forward", "sample", "models", "grammar", "specserve_kernels", TORCH},
+    "drawing": PURE_ROWS | {"batch", "sample", "commit"},
     "engine": PURE_ROWS
-    | {"batch", "processors", "sample", "verify", "commit", "drafting", "metrics", "trace", "grammar"},
+    | {"batch", "processors", "sample", "drawing", "verify", "commit", "drafting", "metrics", "trace", "grammar"},
     "v1": frozenset(),
     "provenance": frozenset(),
     "prompts": PURE_ROWS,
@@ -54,7 +55,7 @@ TABLE["cli.train"] = TABLE["cli"] | {"cli", "specserve_drafts", "specserve_draft
 TABLE["specserve"] = PURE_ROWS | {"llm"}
 
 # The engine gets its runner and its kernels handed to it: it names their types and never loads their modules.
-TYPING_ONLY = {"engine": frozenset({"runner", "specserve_kernels"})}
+TYPING_ONLY = dict.fromkeys(("engine", "drawing"), frozenset({"runner", "specserve_kernels"}))
 # These two roots pick a module of their own by name, when it is first asked for; everybody else spells imports out.
 COMPUTES_NAMES = {"specserve", "specserve_kernels"}
 

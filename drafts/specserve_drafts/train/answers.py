@@ -146,11 +146,16 @@ def generate_answers(
 def read_answers(folder: Path) -> Iterator[Answer]:
     """Every answer of a folder, in the order of the mix."""
     for path in sorted(folder.glob(SHARD_PATTERN)):
-        with path.open(encoding="utf-8") as lines:
-            for line in islice(lines, 1, None):
-                entry = json.loads(line)
-                ids = (tuple(entry["prompt_ids"]), tuple(entry["answer_ids"]))
-                yield Answer(entry["source"], entry["greedy"], *ids)
+        yield from read_shard(path)
+
+
+def read_shard(path: Path) -> Iterator[Answer]:
+    """Every answer of one shard."""
+    with path.open(encoding="utf-8") as lines:
+        for line in islice(lines, 1, None):
+            entry = json.loads(line)
+            ids = (tuple(entry["prompt_ids"]), tuple(entry["answer_ids"]))
+            yield Answer(entry["source"], entry["greedy"], *ids)
 
 
 def _answer(llm: LLM, part: list[tuple[int, TrainPrompt]], config: AnswerConfig) -> list[Answer]:
