@@ -22,7 +22,7 @@ from results import FORMATS, interleaved, known_formats, medians, table, write
 from specserve_kernels import LinearWeight, Ops
 from torch import Tensor
 
-import specserve.engine
+import specserve.drawing
 from specserve import batch
 from specserve.batch import StepBatch
 from specserve.build import build, describe_environment
@@ -281,7 +281,7 @@ def timed(function: Callable[..., Any], spent: list[float]) -> Callable[..., Any
 def away(engine: Any) -> Iterator[list[float]]:
     """Seconds that an engine spent in forwards and in drawing, while inside."""
     spent = [0.0]
-    module: Any = specserve.engine
+    module: Any = specserve.drawing
     runner, drawing = engine._runner, {name: getattr(module, name) for name in ("draw_tokens", "largest_ids")}
     engine._runner = _Timed(runner, spent)
     for name, function in drawing.items():

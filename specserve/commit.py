@@ -33,6 +33,7 @@ class AnswerText:
         self._decoder = decoder
         self._stops = params.stop
         self._include = params.include_stop_str_in_output
+        self.searches = bool(params.stop)
         self._held = ""
 
     def push(self, token_id: int, may_stop: bool) -> tuple[str, str | None]:
@@ -42,7 +43,7 @@ class AnswerText:
         """
         text = self._held + self._decoder.push(token_id)
         self._held = ""
-        if not self._stops or not may_stop:
+        if not may_stop:
             return text, None
         found = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
@@ -51,6 +52,10 @@ class AnswerText:
         keep = self._possible_stop(text)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep], None
+
+    def push_all(self, token_ids: SequenceOf[int]) -> tuple[str, ...]:
+        """Text that each token releases, where no text can stop the answer (`searches` is False)."""
+        return tuple(map(self._decoder.push, token_ids))
 
     def flush(self) -> str:
         """What is still held, at the end of an answer that no stop string ended."""
@@ -95,13 +100,17 @@ def cut(sequence: Sequence, run: SequenceOf[int], text: AnswerText, stops: froze
         stops: the sequence's `stop_ids`.
         allowed: how many more tokens max_tokens, the model's context and the pool permit, at least 1.
     """
-    min_tokens = sequence.request.params.min_tokens
+    if not text.searches and stops.isdisjoint(run):
+        ids = tuple(run[:allowed])
+        reason = FinishReason.LENGTH if len(ids) == allowed else None
+        return Cut(token_ids=ids, texts=text.push_all(ids), reason=reason)
+    # tokens of the run that come before min_tokens is reached
+    num_early = sequence.request.params.min_tokens - sequence.num_output - 1
     kept: list[int] = []
     texts: list[str] = []
-    for token_id in run:
-        num_output = sequence.num_output + len(kept) + 1
+    for i, token_id in enumerate(run):
         # a stop id ends the answer by itself, so its own text is not searched
-        released, match = text.push(token_id, num_output >= min_tokens and token_id not in stops)
+        released, match = text.push(token_id, text.searches and i >= num_early and token_id not in stops)
         kept.append(token_id)
         texts.append(released)
         if token_id in stops:
@@ -168,10 +177,9 @@ def delta(choice: Choice, kept: Cut, num_drafted: int, logprobs: SequenceOf[Toke
     """What one step committed; the first `num_drafted` tokens were drafts."""
     if choice.first_token_at is None:
         choice.first_token_at = now
-    tokens = tuple(
-        Token(token_id=token_id, text=text, drafted=i < num_drafted, logprobs=logprobs[i] if logprobs else None)
-        for i, (token_id, text) in enumerate(zip(kept.token_ids, kept.texts, strict=True))
-    )
+    told = logprobs or (None,) * len(kept.token_ids)
+    drafted = (True,) * num_drafted + (False,) * (len(kept.token_ids) - num_drafted)
+    tokens = tuple(map(Token, kept.token_ids, kept.texts, drafted, told))
     sequence = choice.sequence
     return Delta(request_id=sequence.request.request_id, index=sequence.choice, tokens=tokens, time=now)
 

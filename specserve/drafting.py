@@ -69,6 +69,7 @@ class Drafting:
         if by_drafter:
             trees = self._controller.trim(plans, trees)
         self.seconds = self._clock() - began
+        self._metrics.draft_seconds += self.seconds
         return trees
 
     def _ask(

@@ -222,6 +222,7 @@ class Engine:
                 self._fail_step(plan, exc)
         if self.config.debug and not self._active:
             self.pool.check()
+        self.metrics.step_seconds += self.clock() - now if plan.rows else 0.0
         events, self._events = self._events, []
         return events
 
@@ -235,8 +236,10 @@ class Engine:
         trees = self.drafting.propose(plan.rows)
         masks = self._constrain(plan.rows, trees)
         step = batch.build(plan.rows, trees)
+        began = self.clock()
         result = self._runner.forward(step)
         drawn = draw_step(step, result, masks, self._choice_of, self._ops)
+        self.metrics.verify_seconds += self.clock() - began
         if self.drafting.wants_top_ids(span.sequence for span in step.spans):
             result = replace(result, top_ids=top_ids(result.logits, self._ops))
         metrics = self.metrics

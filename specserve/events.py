@@ -24,7 +24,8 @@ class SpeculationStats:
     """What drafting did for one choice; definitions in docs/architecture.md.
 
     `num_steps` counts steps with a root row, `num_committed_tokens` what those steps committed. Positions are
-    depths in the draft tree; a tree may draft several nodes at one depth.
+    depths in the draft tree; a tree may draft several nodes at one depth. `steps_by_tokens[i]` counts steps that
+    committed i + 1 tokens.
     """
 
     drafter: str = "off"
@@ -36,6 +37,7 @@ class SpeculationStats:
     accepted_per_position: list[int] = field(default_factory=list)
     drafted_per_position: list[int] = field(default_factory=list)
     inactive_reason: str | None = None
+    steps_by_tokens: list[int] = field(default_factory=list)
 
     @property
     def acceptance_length(self) -> float:

@@ -9,7 +9,11 @@ from specserve.events import SpeculationStats
 
 @dataclass(slots=True)
 class EngineMetrics:
-    """Totals since start, cut at the same token as the answers."""
+    """Totals since start, cut at the same token as the answers.
+
+    `step_seconds` is what all steps took; `draft_seconds` of it went to drafters, `verify_seconds` to the target's
+    forward and its draws.
+    """
 
     num_forwards: int = 0
     num_rows: int = 0
@@ -21,6 +25,9 @@ class EngineMetrics:
     num_copied_slots: int = 0
     num_compacted_slots: int = 0
     max_rows_in_step: int = 0
+    step_seconds: float = 0.0
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
     finished: dict[str, int] = field(default_factory=dict)
     speculation: SpeculationStats = field(default_factory=lambda: SpeculationStats(drafter="all"))
 
@@ -38,6 +45,9 @@ def count_step(stats: SpeculationStats, depths: list[int], num_accepted: int, nu
     """
     stats.num_steps += 1
     stats.num_committed_tokens += num_committed
+    stats.steps_by_tokens += [0] * (num_committed - len(stats.steps_by_tokens))
+    if num_committed:
+        stats.steps_by_tokens[num_committed - 1] += 1
     if not depths:
         return
     stats.num_drafts += 1

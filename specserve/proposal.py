@@ -52,15 +52,17 @@ class DraftTree:
     def fault(self, vocab_size: int) -> str | None:
         """Why this tree cannot be verified, or None if it can."""
         n = len(self.token_ids)
-        if not all(isinstance(value, int) for value in (*self.token_ids, *self.parents)):
+        if not {*map(type, self.token_ids), *map(type, self.parents)} <= {int}:
             return "has ids or parents that are not integers"
         if len(self.parents) != n or len(self.drafters) != n:
             return f"has {n} ids, {len(self.parents)} parents and {len(self.drafters)} drafters"
-        for i, (token_id, parent) in enumerate(zip(self.token_ids, self.parents, strict=True)):
-            if not 0 <= token_id < vocab_size:
-                return f"node {i} has id {token_id}, outside the vocabulary of {vocab_size}"
-            if not -1 <= parent < i:
-                return f"node {i} has parent {parent}; allowed: -1 to {i - 1}"
+        outside = [i for i in self.token_ids if not 0 <= i < vocab_size]
+        if outside:
+            at = self.token_ids.index(outside[0])
+            return f"node {at} has id {outside[0]}, outside the vocabulary of {vocab_size}"
+        wrong = [(i, parent) for i, parent in enumerate(self.parents) if not -1 <= parent < i]
+        if wrong:
+            return f"node {wrong[0][0]} has parent {wrong[0][1]}; allowed: -1 to {wrong[0][0] - 1}"
         if len(set(zip(self.parents, self.token_ids, strict=True))) != n:
             return "has two siblings with the same id"
         return self._survival_fault() if self.survival else None

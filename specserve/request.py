@@ -122,18 +122,14 @@ class Sequence:
     cached_tokens: int | None = None
     num_preemptions: int = 0
     num_asked: int = 0
+    sequence_id: str = field(init=False)
+    prompt_len: int = field(init=False)
+    rank: tuple[int, int, int] = field(init=False)
 
-    @property
-    def sequence_id(self) -> str:
-        return f"{self.request.request_id}/{self.choice}"
-
-    @property
-    def rank(self) -> tuple[int, int, int]:
-        return (self.request.priority, self.arrival, self.choice)
-
-    @property
-    def prompt_len(self) -> int:
-        return len(self.request.prompt_token_ids)
+    def __post_init__(self) -> None:
+        self.sequence_id = f"{self.request.request_id}/{self.choice}"
+        self.prompt_len = len(self.request.prompt_token_ids)
+        self.rank = (self.request.priority, self.arrival, self.choice)
 
     @property
     def num_output(self) -> int:

@@ -111,16 +111,17 @@ class Scheduler:
 
     def _reserve_root(self, sequence: Sequence, preempted: list[Sequence]) -> list[Move] | None:
         """Reserve one slot, at the cost of cached pages first, then of worse-ranked sequences, itself the last."""
-        while True:
-            self._evict_for(sequence.table.pages_to_reserve(1))
-            moves = sequence.table.try_reserve(1)
-            if moves is not None:
-                return moves
+        table = sequence.table
+        while (moves := table.try_reserve(1)) is None:
+            self._evict_for(table.pages_to_reserve(1))
+            if table.pages_to_reserve(1) <= self.pool.num_free:
+                continue
             victim = self.running[-1]
             self._preempt(victim)
             preempted.append(victim)
             if victim is sequence:
                 return None
+        return moves
 
     def _preempt(self, sequence: Sequence) -> None:
         self.running.remove(sequence)

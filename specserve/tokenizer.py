@@ -56,6 +56,7 @@ class Tokenizer:
         added = self._inner.get_added_tokens_decoder()
         self._special = {token.content for token in added.values() if token.special}
         self._pieces: dict[int, bytes] = {}
+        self.ascii_pieces: dict[int, str] = {}  # text of tokens that were seen and are plain ASCII
         config = _read_json(folder / "tokenizer_config.json")
         self._template_tokens = _template_tokens(config, _read_json(folder / "special_tokens_map.json"))
         self._template = _compile_template(folder, config)
@@ -235,9 +236,19 @@ class ByteLevelDecoder(IncrementalDecoder):
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._ascii = tokenizer.ascii_pieces
+        self._inside = False  # a character
 
     def push(self, token_id: int) -> str:
-        return self._utf8.decode(self._tokenizer.piece_bytes(token_id))
+        # most tokens are ASCII, whose text depends on nothing before it
+        if not self._inside and (known := self._ascii.get(token_id)) is not None:
+            return known
+        piece = self._tokenizer.piece_bytes(token_id)
+        text = self._utf8.decode(piece)
+        self._inside = bool(self._utf8.getstate()[0])
+        if piece.isascii():
+            self._ascii[token_id] = piece.decode("ascii")
+        return text
 
     def flush(self) -> str:
         return self._utf8.decode(b"", final=True)
@@ -245,6 +256,7 @@ class ByteLevelDecoder(IncrementalDecoder):
     def copy(self) -> ByteLevelDecoder:
         twin = ByteLevelDecoder(self._tokenizer)
         twin._utf8.setstate(self._utf8.getstate())
+        twin._inside = self._inside
         return twin
 
 

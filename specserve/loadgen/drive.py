@@ -126,6 +126,7 @@ def pooled(parts: Sequence[SpeculationStats]) -> SpeculationStats:
         total.num_accepted_tokens += part.num_accepted_tokens
         total.accepted_per_position = _summed(total.accepted_per_position, part.accepted_per_position)
         total.drafted_per_position = _summed(total.drafted_per_position, part.drafted_per_position)
+        total.steps_by_tokens = _summed(total.steps_by_tokens, part.steps_by_tokens)
     return total
 
 

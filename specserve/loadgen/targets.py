@@ -188,6 +188,8 @@ def _stats(message: Any) -> SpeculationStats:
         num_accepted_tokens=message.num_accepted_tokens,
         accepted_per_position=list(message.accepted_per_position),
         drafted_per_position=list(message.drafted_per_position),
+        inactive_reason=message.inactive_reason or None,
+        steps_by_tokens=list(message.steps_by_tokens),
     )
 
 

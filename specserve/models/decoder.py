@@ -7,6 +7,7 @@ pool and read back from it, also by rows of the same step. The decoder holds wei
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +24,7 @@ from torch import Tensor
 from specserve.errors import ModelError, ModelNotFound
 
 ARCHITECTURE = "LlamaForCausalLM"
+FINGERPRINT_STRIDE = 97
 # What each number may be, ends included: far beyond any real model, yet small enough that nothing overflows, and
 # that a wrong file is refused before memory or minutes are spent on it. fp32 counts positions exactly up to 2**24.
 RANGES: dict[str, tuple[float, float]] = {
@@ -318,6 +320,23 @@ def _build_layer(prefix: str, tensors: dict[str, Tensor], pack: Callable[[Tensor
     )
 
 
+def fingerprint(config: DecoderConfig, tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 of a model: its shape, and in bf16 each norm and every `FINGERPRINT_STRIDE`-th row of each matrix.
+
+    The same model has the same one whatever it is loaded as; a model tuned from it has another.
+    """
+    sizes = {
+        name: getattr(config, name)
+        for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+        + ("num_key_value_heads", "head_dim", "vocab_size")
+    }
+    digest = hashlib.sha256(json.dumps(sizes, sort_keys=True, separators=(",", ":")).encode())
+    for name in config.tensor_shapes():
+        rows = tensors[name] if tensors[name].dim() == 1 else tensors[name][::FINGERPRINT_STRIDE]
+        digest.update(rows.to(torch.bfloat16).contiguous().view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()
+
+
 class Decoder:
     """A Llama decoder on one backend. Rows are computed independently of each other (docs/exactness.md)."""
 
@@ -332,6 +351,7 @@ class Decoder:
         self.config = config
         self.ops = ops
         self.dtype = tensors["model.embed_tokens.weight"].dtype
+        self.fingerprint = fingerprint(config, tensors)
         self.weights = DecoderWeights.build(config, tensors, ops, quantization)
         self.rope_table = rope_table(config)
         self.scale = config.head_dim**-0.5

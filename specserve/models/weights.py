@@ -57,7 +57,7 @@ def load_weights(folder: Path, config: DecoderConfig, dtype: str = "auto") -> di
     Raises:
         WeightsError: as for `load_decoder`.
     """
-    stored = _read_headers(folder)
+    stored = read_headers(folder)
     _check_names(folder, config, stored)
     shapes = config.tensor_shapes()
     for name, shape in shapes.items():
@@ -65,7 +65,7 @@ def load_weights(folder: Path, config: DecoderConfig, dtype: str = "auto") -> di
     if config.tie_word_embeddings and HEAD in stored:
         _check_tied_head(stored)
     wanted = _target_dtype(dtype, [stored[name] for name in shapes])
-    return _read_tensors({name: stored[name] for name in shapes}, wanted)
+    return read_tensors({name: stored[name] for name in shapes}, wanted)
 
 
 def _target_dtype(dtype: str, stored: list[StoredTensor]) -> torch.dtype:
@@ -76,7 +76,12 @@ def _target_dtype(dtype: str, stored: list[StoredTensor]) -> torch.dtype:
     return DTYPES[dtype]
 
 
-def _read_headers(folder: Path) -> dict[str, StoredTensor]:
+def read_headers(folder: Path) -> dict[str, StoredTensor]:
+    """What a folder's safetensors hold, by name, without reading a tensor.
+
+    Raises:
+        WeightsError: there are none, they are truncated or corrupt, or their index does not fit them.
+    """
     stored: dict[str, StoredTensor] = {}
     for file, listed in _weight_files(folder).items():
         found = _read_header(file)
@@ -175,7 +180,7 @@ def _check_tied_head(stored: Mapping[str, StoredTensor]) -> None:
     """A file may repeat the tied head; if it differs, one of config and file is wrong and we cannot know which."""
     entries = {name: stored[name] for name in (HEAD, EMBEDDING)}
     if entries[HEAD].dtype == entries[EMBEDDING].dtype:
-        tensors = _read_tensors(entries, None)
+        tensors = read_tensors(entries, None)
         if torch.equal(tensors[HEAD], tensors[EMBEDDING]):
             return
     raise WeightsError(
@@ -184,8 +189,11 @@ def _check_tied_head(stored: Mapping[str, StoredTensor]) -> None:
     )
 
 
-def _read_tensors(entries: Mapping[str, StoredTensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Copies in memory of our own, file by file: a mapped file that changes later cannot change a weight."""
+def read_tensors(entries: Mapping[str, StoredTensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """Copies in memory of our own, file by file: a mapped file that changes later cannot change a weight.
+
+    `dtype` None: each as it is stored.
+    """
     tensors: dict[str, Tensor] = {}
     for file in dict.fromkeys(entry.file for entry in entries.values()):
         try:

@@ -270,6 +270,7 @@ def _speculation(stats: SpeculationStats) -> pb.SpeculationStats:
         drafted_per_position=stats.drafted_per_position,
         inactive_reason=stats.inactive_reason,
         num_committed_tokens=stats.num_committed_tokens,
+        steps_by_tokens=stats.steps_by_tokens,
     )
 
 
@@ -334,6 +335,9 @@ class ModelServicer(pb_grpc.ModelServiceServicer):
             num_output_tokens=metrics.num_output_tokens,
             num_preemptions=metrics.num_preemptions,
             speculation=_speculation(metrics.speculation),
+            step_time=_duration(1e3 * metrics.step_seconds),
+            draft_time=_duration(1e3 * metrics.draft_seconds),
+            verify_time=_duration(1e3 * metrics.verify_seconds),
         )
 
     async def _served(self, context: Any) -> Served:

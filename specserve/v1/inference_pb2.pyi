@@ -262,7 +262,7 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class SpeculationStats(_message.Message):
-    __slots__ = ("drafter", "num_steps", "num_drafts", "num_draft_tokens", "num_accepted_tokens", "acceptance_length", "accepted_per_position", "drafted_per_position", "inactive_reason", "num_committed_tokens")
+    __slots__ = ("drafter", "num_steps", "num_drafts", "num_draft_tokens", "num_accepted_tokens", "acceptance_length", "accepted_per_position", "drafted_per_position", "inactive_reason", "num_committed_tokens", "steps_by_tokens")
     DRAFTER_FIELD_NUMBER: _ClassVar[int]
     NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFTS_FIELD_NUMBER: _ClassVar[int]
@@ -273,6 +273,7 @@ class SpeculationStats(_message.Message):
     DRAFTED_PER_POSITION_FIELD_NUMBER: _ClassVar[int]
     INACTIVE_REASON_FIELD_NUMBER: _ClassVar[int]
     NUM_COMMITTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STEPS_BY_TOKENS_FIELD_NUMBER: _ClassVar[int]
     drafter: str
     num_steps: int
     num_drafts: int
@@ -283,7 +284,8 @@ class SpeculationStats(_message.Message):
     drafted_per_position: _containers.RepeatedScalarFieldContainer[int]
     inactive_reason: str
     num_committed_tokens: int
-    def __init__(self, drafter: _Optional[str] = ..., num_steps: _Optional[int] = ..., num_drafts: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., acceptance_length: _Optional[float] = ..., accepted_per_position: _Optional[_Iterable[int]] = ..., drafted_per_position: _Optional[_Iterable[int]] = ..., inactive_reason: _Optional[str] = ..., num_committed_tokens: _Optional[int] = ...) -> None: ...
+    steps_by_tokens: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, drafter: _Optional[str] = ..., num_steps: _Optional[int] = ..., num_drafts: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., acceptance_length: _Optional[float] = ..., accepted_per_position: _Optional[_Iterable[int]] = ..., drafted_per_position: _Optional[_Iterable[int]] = ..., inactive_reason: _Optional[str] = ..., num_committed_tokens: _Optional[int] = ..., steps_by_tokens: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Timing(_message.Message):
     __slots__ = ("queue_time", "time_to_first_token", "time_per_token", "total_time")
@@ -334,17 +336,23 @@ class GetStatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatsResponse(_message.Message):
-    __slots__ = ("num_forwards", "num_prompt_tokens", "num_cached_tokens", "num_output_tokens", "num_preemptions", "speculation")
+    __slots__ = ("num_forwards", "num_prompt_tokens", "num_cached_tokens", "num_output_tokens", "num_preemptions", "speculation", "step_time", "draft_time", "verify_time")
     NUM_FORWARDS_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     SPECULATION_FIELD_NUMBER: _ClassVar[int]
+    STEP_TIME_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_TIME_FIELD_NUMBER: _ClassVar[int]
+    VERIFY_TIME_FIELD_NUMBER: _ClassVar[int]
     num_forwards: int
     num_prompt_tokens: int
     num_cached_tokens: int
     num_output_tokens: int
     num_preemptions: int
     speculation: SpeculationStats
-    def __init__(self, num_forwards: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., speculation: _Optional[_Union[SpeculationStats, _Mapping]] = ...) -> None: ...
+    step_time: _duration_pb2.Duration
+    draft_time: _duration_pb2.Duration
+    verify_time: _duration_pb2.Duration
+    def __init__(self, num_forwards: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., speculation: _Optional[_Union[SpeculationStats, _Mapping]] = ..., step_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., draft_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., verify_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
