@@ -1,8 +1,7 @@
 """The one place that cuts an answer: ids, text, logprobs, usage, KV and metrics end at the same token.
 
 A step hands over a run of drawn tokens (the accepted path and the bonus). They are taken one by one; the first that
-ends the answer (stop id, stop string, length, in this order at one position) is the last one kept. Text is released
-as soon as it is whole characters that no stop string can still claim.
+ends the answer (stop id, stop string, length, in this order at one position) is the last one kept.
 """
 
 from __future__ import annotations
@@ -10,65 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
 
+from specserve.answertext import AnswerText
 from specserve.events import Delta, Finished, FinishReason, Started, Timing, Token, TokenLogprobs, Usage
 from specserve.grammar import GrammarState
 from specserve.processors import History
 from specserve.request import SamplingParams, Sequence
-
-
-class TextDecoder(Protocol):
-    """Incremental decoding: pushes and the flush concatenate to the decoded whole."""
-
-    def push(self, token_id: int) -> str: ...
-
-    def flush(self) -> str: ...
-
-
-class AnswerText:
-    """Text of one choice: decodes, looks for stop strings, holds back what may become one."""
-
-    def __init__(self, decoder: TextDecoder, params: SamplingParams) -> None:
-        self._decoder = decoder
-        self._stops = params.stop
-        self._include = params.include_stop_str_in_output
-        self.searches = bool(params.stop)
-        self._held = ""
-
-    def push(self, token_id: int, may_stop: bool) -> tuple[str, str | None]:
-        """Text to release now, and the stop string that this token completed, if any.
-
-        `may_stop` is False while min_tokens is not reached: text of such tokens cannot be part of a match.
-        """
-        text = self._held + self._decoder.push(token_id)
-        self._held = ""
-        if not may_stop:
-            return text, None
-        found = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
-        if found:
-            at, stop = min(found, key=lambda item: item[0])
-            return text[: at + len(stop)] if self._include else text[:at], stop
-        keep = self._possible_stop(text)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep], None
-
-    def push_all(self, token_ids: SequenceOf[int]) -> tuple[str, ...]:
-        """Text that each token releases, where no text can stop the answer (`searches` is False)."""
-        return tuple(map(self._decoder.push, token_ids))
-
-    def flush(self) -> str:
-        """What is still held, at the end of an answer that no stop string ended."""
-        text, self._held = self._held + self._decoder.flush(), ""
-        return text
-
-    def _possible_stop(self, text: str) -> int:
-        """Length of the longest end of `text` with which some stop string begins."""
-        longest = min(max(map(len, self._stops)) - 1, len(text))
-        for size in range(longest, 0, -1):
-            if any(stop.startswith(text[len(text) - size :]) for stop in self._stops):
-                return size
-        return 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

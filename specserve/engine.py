@@ -18,8 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specserve import batch, commit
+from specserve.answertext import AnswerText, TextDecoder
 from specserve.batch import Span
-from specserve.commit import AnswerText, Choice, Cut, TextDecoder, Times
+from specserve.commit import Choice, Cut, Times
 from specserve.config import EngineConfig, ModelLimits
 from specserve.constraint import with_forced
 from specserve.controller import Controller, drafter_of
@@ -38,18 +39,14 @@ from specserve.errors import (
 )
 from specserve.events import Event, Failed, FinishReason, TokenLogprobs
 from specserve.grammar import Grammar, allowed_ids
+from specserve.logprobs import prompt_token_logprobs, token_logprobs
 from specserve.metrics import EngineMetrics, count_step
 from specserve.pages import PagePool, PageTable
 from specserve.prefix import PrefixIndex
 from specserve.processors import History, needs_history
 from specserve.proposal import EMPTY_TREE, Drafter, DraftTree, StepResult
 from specserve.request import Request, Sequence
-from specserve.sample import (
-    STUCK,
-    prompt_token_logprobs,
-    token_logprobs,
-    top_ids,
-)
+from specserve.sample import STUCK, top_ids
 from specserve.scheduler import PlannedRows, Scheduler, StepPlan
 from specserve.validation import validate
 from specserve.verify import walk

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from specserve_kernels import PURPOSE_TARGET, FusedSampler, Ops
 from torch import Tensor
 
-from specserve.events import TokenLogprobs
 from specserve.processors import Floats, History, Ids
 from specserve.request import SamplingParams
 
@@ -64,7 +63,7 @@ def processed(logits: Floats, draw: Draw) -> Floats:
     return logits
 
 
-def _best_first(logits: Floats | NDArray[np.float64], count: int) -> Ids:
+def best_first(logits: Floats | NDArray[np.float64], count: int) -> Ids:
     """Ids of the `count` largest logits, logit descending, id ascending among equals."""
     if count < len(logits):
         edge = np.partition(logits, len(logits) - count)[len(logits) - count]
@@ -81,9 +80,9 @@ def _top_p(logits: Floats, scaled: Floats, ids: Ids | None, top_p: float) -> Ids
     weights = np.exp(pool.astype(np.float64) - np.float64(pool.max()))
     wanted = top_p * weights.sum()
     if ids is None:
-        ids = _best_first(logits, min(_TOP_P_CANDIDATES, len(logits)))
+        ids = best_first(logits, min(_TOP_P_CANDIDATES, len(logits)))
         if weights[ids].sum() < wanted * (1 + 1e-9):
-            ids = _best_first(logits, len(logits))
+            ids = best_first(logits, len(logits))
         weights = weights[ids]
     reached = np.cumsum(weights) >= wanted
     return ids[: int(np.argmax(reached)) + 1] if reached.any() else ids
@@ -98,7 +97,7 @@ def survivors(logits: Floats, params: SamplingParams) -> tuple[Ids | None, Float
     scaled = logits / np.float32(params.temperature)
     ids: Ids | None = None
     if 0 < params.top_k < len(logits):
-        ids = _best_first(logits, params.top_k)
+        ids = best_first(logits, params.top_k)
     if params.top_p < 1.0:
         ids = _top_p(logits, scaled, ids, params.top_p)
     if params.min_p > 0.0:
@@ -170,43 +169,3 @@ def largest_ids(logits: Tensor) -> list[int]:
 def top_ids(logits: Tensor, ops: Ops) -> list[list[int]]:
     """Ids of the `NUM_TOP_IDS` largest raw logits of every row of [rows, vocab], best first."""
     return list(ops.top_ids(logits, min(NUM_TOP_IDS, logits.shape[1])).tolist())
-
-
-def _log_softmax(values: Floats) -> NDArray[np.float64]:
-    wide = values.astype(np.float64)
-    top = wide.max()
-    shifted: NDArray[np.float64] = wide - (top + np.log(np.exp(wide - top).sum()))
-    return shifted
-
-
-def _report(values: NDArray[np.float64], token_id: int, num_top: int, chosen: Sequence[int]) -> TokenLogprobs:
-    best = _best_first(values, num_top) if num_top else np.empty(0, np.int64)
-    return TokenLogprobs(
-        logprob=float(values[token_id]),
-        top_ids=tuple(best.tolist()),
-        top_logprobs=tuple(values[best].tolist()),
-        chosen_logprobs=tuple(values[list(chosen)].tolist()),
-    )
-
-
-def token_logprobs(logits: Tensor, draw: Draw, token_id: int) -> TokenLogprobs:
-    """Log-probabilities of one drawn token and of others, as its parameters ask.
-
-    Raw: log softmax of the raw logits. Processed: log softmax over the survivors of processing, ÷ T and truncation,
-    -inf for the rest; at T < 1e-5 of the processed logits as they are.
-    """
-    raw: Floats = logits[draw.row].numpy()
-    params, values = draw.params, raw
-    if params.logprobs_mode == "processed":
-        values = processed(raw, draw)
-        if not params.greedy:
-            ids, scaled = survivors(values, params)
-            values = scaled if ids is None else np.full_like(scaled, -np.inf)
-            if ids is not None:
-                values[ids] = scaled[ids]
-    return _report(_log_softmax(values), token_id, params.logprobs or 0, params.logprob_token_ids)
-
-
-def prompt_token_logprobs(logits: Tensor, row: int, token_id: int, num_top: int) -> TokenLogprobs:
-    """Log-probabilities, of raw logits, of the prompt token that follows the row's token."""
-    return _report(_log_softmax(logits[row].numpy()), token_id, num_top, ())

@@ -17,8 +17,9 @@ import oracle
 import pytest
 import torch
 
+from specserve.logprobs import token_logprobs
 from specserve.request import SamplingParams
-from specserve.sample import Draw, draw_tokens, survivors, token_logprobs
+from specserve.sample import Draw, draw_tokens, survivors
 
 ROUNDING = 1e-9  # two ways to sum the same probabilities
 

@@ -6,7 +6,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from specserve.commit import AnswerText, banned_ids, cut, stop_ids
+from specserve.answertext import AnswerText
+from specserve.commit import banned_ids, cut, stop_ids
 from specserve.events import FinishReason, SpeculationStats
 from specserve.metrics import count_step
 from specserve.pages import PagePool, PageTable

@@ -11,7 +11,8 @@ from specserve_kernels import load
 
 import specserve.drawing
 import specserve.engine
-from specserve.commit import AnswerText, cut
+from specserve.answertext import AnswerText
+from specserve.commit import cut
 from specserve.config import CacheConfig, EngineConfig, ModelLimits, SchedulerConfig
 from specserve.controller import Controller
 from specserve.engine import Engine

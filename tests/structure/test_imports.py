@@ -26,7 +26,9 @@ TABLE: dict[str, frozenset[str]] = {
     "tokenizer": PURE_ROWS,
     "metrics": PURE_ROWS,
     "trace": PURE_ROWS,
-    "commit": PURE_ROWS | {"processors", "sample", "tokenizer", "metrics", "grammar"},
+    "answertext": PURE_ROWS,
+    "logprobs": PURE_ROWS | {"processors", "sample", TORCH},
+    "commit": PURE_ROWS | {"answertext", "processors", "metrics", "grammar"},
     "drafting": PURE_ROWS | {"metrics"},
     "models": frozenset({"config", "errors", "specserve_kernels", TORCH}),
     "runner": PURE_ROWS | {"batch", "models", "specserve_kernels", TORCH},
@@ -34,18 +36,21 @@ TABLE: dict[str, frozenset[str]] = {
     "specserve_drafts": PURE_ROWS | {"batch", "forward", "sample", "models", "grammar", "specserve_kernels", TORCH},
     "drawing": PURE_ROWS | {"batch", "sample", "commit"},
     "engine": PURE_ROWS
-    | {"batch", "processors", "sample", "drawing", "verify", "commit", "drafting", "metrics", "trace", "grammar"},
+    | {"batch", "processors", "sample", "logprobs", "drawing", "verify", "answertext", "commit", "drafting", "grammar"}
+    | {"metrics", "trace"},
     "v1": frozenset(),
     "provenance": frozenset(),
+    "tables": frozenset(),
     "prompts": PURE_ROWS,
     "loadgen": PURE_ROWS | {"v1", "metrics"},
 }
-TABLE["build"] = PURE_ROWS | {*TABLE, TORCH} - {"v1", "loadgen", "provenance"}
+TABLE["build"] = PURE_ROWS | {*TABLE, TORCH} - {"v1", "loadgen", "provenance", "tables"}
 _OFFLINE = PURE_ROWS | {"build", "engine", "metrics"}
 TABLE |= dict.fromkeys(("llm", "acceptance", "lessons", "proof"), _OFFLINE)
 # its runner is a model, and its drafters come through build
 TABLE["sim"] = _OFFLINE | {"batch", "runner", "specserve_kernels", TORCH}
 TABLE["llm"] = _OFFLINE | {"grammar"}
+TABLE["acceptance"] = _OFFLINE | {"llm", "loadgen", "tables"}
 TABLE["server.worker"] = _OFFLINE | {"server", "grammar"}  # the protocols that every door knows the engine by
 TABLE["specserve_drafts.train"] = TABLE["specserve_drafts"] | {"specserve_drafts", "llm"}
 TABLE["server"] = PURE_ROWS | {"tokenizer", "metrics", "trace", "v1"}
