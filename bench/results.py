@@ -1,4 +1,4 @@
-"""What every bench shares: interleaved timing, a Markdown table, and a JSON file with its provenance."""
+"""What every bench shares: prompts, interleaved timing, tables, and a JSON file with its provenance."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from specserve.config import EngineConfig
+from specserve.prompts import OWN_PROMPTS as PROMPTS
 from specserve.provenance import provenance
+from specserve.tables import table
+
+__all__ = ["FORMATS", "PROMPTS", "interleaved", "known_formats", "medians", "table", "write"]
 
 # Engine options of each weight format; one that this build lacks is left out of every table.
 FORMATS = {"bf16": {"dtype": "bfloat16"}, "fp32": {"dtype": "float32"}, "int8": {"quantization": "int8"}}
 FOLDER = Path(__file__).resolve().parent / "results"
-PROMPTS = Path(__file__).resolve().parent / "prompts.jsonl"
 
 
 def known_formats() -> list[str]:
@@ -45,30 +48,6 @@ def interleaved(work: Mapping[str, Callable[[], object]], seconds: float, least:
 
 def medians(times: Mapping[str, Sequence[float]]) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in times.items()}
-
-
-def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A Markdown table: names to the left, numbers to the right with three significant digits."""
-    cells = [list(columns), *([_cell(value) for value in row] for row in rows)]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(columns))]
-    numeric = [bool(rows) and all(not isinstance(row[i], str) for row in rows) for i in range(len(columns))]
-    lines = []
-    for row in cells:
-        padded = (
-            text.rjust(w) if right else text.ljust(w) for text, w, right in zip(row, widths, numeric, strict=True)
-        )
-        lines.append(f"| {' | '.join(padded)} |")
-    marks = (f"{'-' * (w - 1)}{':' if right else '-'}" for w, right in zip(widths, numeric, strict=True))
-    lines.insert(1, f"| {' | '.join(marks)} |")
-    return "\n".join(lines)
-
-
-def _cell(value: object) -> str:
-    if value is None:
-        return "–"
-    if isinstance(value, float):
-        return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}" if abs(value) < 10 else f"{value:.1f}"
-    return str(value)
 
 
 def write(name: str, record: Mapping[str, Any], tables: Mapping[str, str], environment: str, seed: int) -> Path:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import specserve_kernels
 import torch
-from specserve_drafts import make_drafter
+from specserve_drafts import MODEL_FREE, draft_bytes_per_token, make_auto, make_drafter
 
 from specserve.config import GIB, CacheConfig, EngineConfig, ModelLimits, SpeculationConfig
 from specserve.controller import Controller
@@ -72,7 +73,7 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
         max_num_seqs=config.scheduler.max_num_seqs,
         eos_token_ids=tokenizer.eos_token_ids,
     )
-    runner = CpuRunner(decoder, ops, cache.num_pages, cache.page_size)
+    runner = CpuRunner(decoder, ops, cache.num_pages, cache.page_size, folder)
     drafters = make_drafters(config.speculation, runner)
     limits = replace(limits, drafters=("off", *drafters))
     controller = Controller(config.speculation)
@@ -92,9 +93,24 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
 
 
 def make_drafters(config: SpeculationConfig, forward: Forward | None) -> dict[str, Drafter]:
-    """The drafters that this engine offers, by name: those that cost nothing until used, and the configured one."""
-    drafters = {name: make_drafter(name, config, forward) for name in ("ngram",)}
-    return drafters | {"auto": drafters["ngram"]}
+    """The drafters that this engine offers, by name: those that cost nothing until used, and what is configured.
+
+    Raises:
+        ConfigError, ModelError, WeightsError: the configured drafter cannot be had; the message says why.
+    """
+    drafters = {name: make_drafter(name, config, forward) for name in MODEL_FREE}
+    configured = {
+        "early_exit": config.early_exit_layers is not None,
+        "draft_model": config.draft_model is not None,
+        "eagle": config.eagle_head is not None,
+    }
+    for name, given in configured.items():
+        if forward is not None and (given or config.drafter == name):
+            drafters[name] = make_drafter(name, config, forward)
+    if forward is not None and config.drafter == "auto" and "eagle" not in drafters:
+        with suppress(ConfigError):  # there is no head for this model; auto does without
+            drafters["eagle"] = make_drafter("eagle", config, forward)
+    return drafters | {"auto": make_auto(drafters, forward)}
 
 
 def resolve(config: EngineConfig, model: DecoderConfig, kv_itemsize: int) -> EngineConfig:
@@ -115,6 +131,7 @@ def _pages_in_memory(config: EngineConfig, model: DecoderConfig, max_model_len: 
     if gib is None:
         gib = min(DEFAULT_KV_CACHE_GIB, DEFAULT_KV_CACHE_SHARE * _free_memory() / GIB)
     bytes_per_token = 2 * model.num_hidden_layers * model.num_key_value_heads * model.head_dim * kv_itemsize
+    bytes_per_token += draft_bytes_per_token(config.speculation, kv_itemsize)
     page_bytes = bytes_per_token * cache.page_size
     num_pages = int(gib * GIB // page_bytes)
     need = -(-max_model_len // cache.page_size)

@@ -1,20 +1,24 @@
-"""Asking drafters for trees, and keeping their trouble away from requests.
+"""Asking drafters for trees, keeping their trouble away from requests, and keeping account of their time.
 
 A drafter that raises, or hands out what cannot be verified, loses that draft and nothing else: the sequence goes on
 with an empty tree, and its statistics say why. Sequences are shown to a drafter from their first `propose` on, which
-comes in a step after their first token left.
+comes in a step after their first token left. In a step for which it is not asked about a sequence it hears nothing of
+it, so that where the controller wants no draft a drafter costs nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
+from operator import mul
 
 from specserve.controller import Controller
+from specserve.costs import StepLoad
 from specserve.metrics import EngineMetrics
 from specserve.proposal import EMPTY_TREE, Drafter, DraftRow, DraftTree, StepResult
 from specserve.request import Sequence
 from specserve.scheduler import PlannedRows
+from specserve.trace import StepTrace, Trace
 
 
 def view_of(sequence: Sequence) -> DraftRow:
@@ -36,7 +40,10 @@ def view_of(sequence: Sequence) -> DraftRow:
 
 
 class Drafting:
-    """The drafters of an engine by name, and which sequences they know. `seconds`: what the last `propose` took."""
+    """The drafters of an engine by name, and which sequences they know.
+
+    `seconds`: what drafting has taken in this step so far, `spent` of it by each drafter, for how many sequences.
+    """
 
     def __init__(
         self,
@@ -48,29 +55,51 @@ class Drafting:
     ) -> None:
         self.drafters = dict(drafters)
         self.seconds = 0.0
+        self.spent: dict[str, tuple[int, float]] = {}
+        self.trace = Trace()
         self._controller = controller
         self._vocab_size = vocab_size
         self._metrics = metrics
         self._clock = clock
         self._known: set[Sequence] = set()
         self._muted: set[Sequence] = set()
+        self._asked: set[Sequence] = set()  # in this step
+        self._contexts: list[int] = []  # cached tokens of each plan's sequence, before this step
+        self._num_proposed = 0
+        self._num_accepted = 0  # before this step
 
     def propose(self, plans: SequenceOf[PlannedRows]) -> list[DraftTree]:
         """One valid tree per plan, within its cap and depth; many are empty."""
         began = self._clock()
         trees = [EMPTY_TREE] * len(plans)
+        self.seconds, self.spent = 0.0, {}
+        self._asked.clear()
+        self._contexts = [plan.sequence.table.cached_len for plan in plans]
+        self._num_accepted = self._metrics.speculation.num_accepted_tokens
         by_drafter: dict[str, list[int]] = {}
         for i, plan in enumerate(plans):
             if plan.node_cap:
                 by_drafter.setdefault(plan.sequence.stats.drafter, []).append(i)
+                self._asked.add(plan.sequence)
         for name, group in by_drafter.items():
+            self.spent[name] = (len(group), 0.0)
             for i, tree in self._ask(self.drafters[name], plans, group):
                 trees[i] = tree
+            began = self.charge(name, began)
+        self._num_proposed = sum(map(len, trees))
         if by_drafter:
             trees = self._controller.trim(plans, trees)
-        self.seconds = self._clock() - began
-        self._metrics.draft_seconds += self.seconds
+            self.charge(name, began)
         return trees
+
+    def charge(self, name: str, began: float) -> float:
+        """Put the time since `began` to a drafter's account; returns the time."""
+        now = self._clock()
+        num_sequences, seconds = self.spent[name]
+        self.spent[name] = (num_sequences, seconds + now - began)
+        self.seconds += now - began
+        self._metrics.draft_seconds += now - began
+        return now
 
     def _ask(
         self, drafter: Drafter, plans: SequenceOf[PlannedRows], group: SequenceOf[int]
@@ -115,19 +144,54 @@ class Drafting:
         for sequence in sequences:
             sequence.stats.inactive_reason = f"drafter {sequence.stats.drafter!r} {why}"
 
-    def wants_top_ids(self, sequences: Iterable[Sequence]) -> bool:
-        """Whether a drafter of one of these sequences learns from the target's best ids."""
-        return any(s in self._known and self.drafters[s.stats.drafter].wants_top_ids for s in sequences)
+    def wants_top_ids(self) -> str | None:
+        """A drafter that was asked in this step and learns from the target's best ids, if there is one."""
+        wanting = (name for name in self.spent if self.drafters[name].wants_top_ids)
+        return next(wanting, None)
 
     def observe(self, sequence: Sequence, step: StepResult) -> None:
-        """Tell the controller and the drafter what the target made of a step with a root row."""
-        self._controller.learn(sequence, step)
-        if sequence not in self._known:
+        """Tell the controller and the drafter what the target made of a draft that they were asked for."""
+        if sequence not in self._asked:
             return
-        try:
-            self.drafters[sequence.stats.drafter].observe(view_of(sequence), step)
-        except Exception as exc:
-            self._lose([sequence], f"raised {type(exc).__name__} when told the outcome: {exc}")
+        name, began = sequence.stats.drafter, self._clock()
+        self._controller.learn(sequence, step)
+        if sequence in self._known:
+            try:
+                self.drafters[name].observe(view_of(sequence), step)
+            except Exception as exc:
+                self._lose([sequence], f"raised {type(exc).__name__} when told the outcome: {exc}")
+        self.charge(name, began)
+
+    def settle(self, plans: SequenceOf[PlannedRows], trees: SequenceOf[DraftTree], seconds: float) -> None:
+        """The step is over and took so long altogether: tell the controller, and keep a trace of it."""
+        roots = [i for i, plan in enumerate(plans) if plan.draws and plan.num_pending == 1]
+        nodes = [len(tree) for tree in trees]
+        load = StepLoad(
+            num_sequences=len(roots),
+            num_nodes=sum(nodes),
+            num_prompt_rows=sum(plan.num_pending for plan in plans) - len(roots),
+            num_accepted=self._metrics.speculation.num_accepted_tokens - self._num_accepted,
+            context=sum(self._contexts[i] for i in roots),
+            node_context=sum(map(mul, nodes, self._contexts)),
+            num_sampled=sum(1 + nodes[i] for i in roots if not plans[i].sequence.request.params.greedy),
+        )
+        seconds -= self.seconds
+        predicted = self._controller.measured(load, seconds, self.spent)
+        self.trace.add(
+            StepTrace(
+                num_sequences=load.num_sequences,
+                num_prompt_rows=load.num_prompt_rows,
+                context=load.context,
+                caps=tuple(plans[i].node_cap for i in roots),
+                num_proposed=self._num_proposed,
+                num_nodes=load.num_nodes,
+                num_accepted=load.num_accepted,
+                predicted_seconds=predicted,
+                seconds=seconds,
+                draft_seconds=self.seconds,
+                scale=self._controller.scale.value,
+            )
+        )
 
     def drop(self, sequence: Sequence) -> None:
         """The sequence ended: nobody keeps anything of it."""

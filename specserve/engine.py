@@ -214,7 +214,8 @@ class Engine:
             self._active[rows.sequence.request.request_id].times.plan(now)
         if plan.rows:
             try:
-                self._run(plan)
+                trees = self._run(plan)
+                self.drafting.settle(plan.rows, trees, self.clock() - now)
             except Exception as exc:
                 self._fail_step(plan, exc)
         if self.config.debug and not self._active:
@@ -228,7 +229,8 @@ class Engine:
             if request_id in self._active:
                 self._fail(self._active[request_id], _as_fault(exc))
 
-    def _run(self, plan: StepPlan) -> None:
+    def _run(self, plan: StepPlan) -> list[DraftTree]:
+        """Everything after the plan; returns the trees that were verified."""
         self._runner.apply(plan.copies, copies=True)
         trees = self.drafting.propose(plan.rows)
         masks = self._constrain(plan.rows, trees)
@@ -237,8 +239,10 @@ class Engine:
         result = self._runner.forward(step)
         drawn = draw_step(step, result, masks, self._choice_of, self._ops)
         self.metrics.verify_seconds += self.clock() - began
-        if self.drafting.wants_top_ids(span.sequence for span in step.spans):
+        if (learner := self.drafting.wants_top_ids()) is not None:
+            began = self.clock()
             result = replace(result, top_ids=top_ids(result.logits, self._ops))
+            self.drafting.charge(learner, began)
         metrics = self.metrics
         metrics.num_forwards += 1
         metrics.num_rows += step.num_rows
@@ -254,6 +258,7 @@ class Engine:
                 self._commit(active, span, result, drawn.get(span.sequence))
             except Exception as exc:
                 self._fail(active, _as_fault(exc))
+        return trees
 
     def _constrain(self, plans: SequenceOf[PlannedRows], trees: list[DraftTree]) -> dict[Sequence, NDArray[np.bool_]]:
         """What grammars allow at each row that draws, [1 + nodes, vocab]; forced tokens join the trees as drafts."""
@@ -422,12 +427,12 @@ class Engine:
 
     def _finish(self, active: _Active, choice: Choice, kept: Cut, now: float) -> None:
         sequence = choice.sequence
+        if not sequence.stats.num_drafts and sequence.stats.inactive_reason is None:
+            sequence.stats.inactive_reason = self.controller.inactive_reason(sequence)
         self._drop(sequence)
         del active.choices[sequence]
         if not active.choices:
             del self._active[sequence.request.request_id]
-        if not sequence.stats.num_drafts and sequence.stats.inactive_reason is None:
-            sequence.stats.inactive_reason = self.controller.inactive_reason(sequence)
         end = commit.finished(choice, kept, now)
         self.metrics.count_finish(end.reason)
         self._events.append(end)

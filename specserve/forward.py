@@ -8,6 +8,7 @@ everything it missed. The runner implements this; it never learns what a drafter
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Protocol
 
 from specserve_kernels import Ops
@@ -17,9 +18,13 @@ from specserve.models.decoder import Decoder
 
 
 class Forward(Protocol):
-    """The target as drafters see it. Slots are pool-wide: page * page_size + offset."""
+    """The target as drafters see it. Slots are pool-wide: page * page_size + offset.
+
+    `folder` is where the target was loaded from, its tokenizer with it; None: it comes from no folder.
+    """
 
     decoder: Decoder
+    folder: Path | None
     ops: Ops
     kv: Tensor  # [layers, 2, pages, kv_heads, page_size, head_dim]; drafters may write uncommitted slots only
 

@@ -7,6 +7,9 @@ from pathlib import Path
 
 from specserve.errors import ConfigError
 
+# ours: eight prompts of each of six categories
+OWN_PROMPTS = Path(__file__).with_suffix(".jsonl")
+
 
 def read_prompts(path: Path) -> list[tuple[str, str]]:
     """(category, prompt) of every line of a JSONL file: `prompt`, or the first of `turns` as in Spec-Bench.

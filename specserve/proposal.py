@@ -158,7 +158,7 @@ class Drafter(Protocol):
         ...
 
     def observe(self, view: DraftRow, result: StepResult) -> None:
-        """What the step committed."""
+        """What a step committed, if the drafter was asked for its tree."""
 
     def stop(self, view: DraftRow) -> None:
         """The sequence ended; drop its state. Unknown sequences are ignored."""

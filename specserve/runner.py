@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -43,8 +44,9 @@ class CpuRunner:
     What drafters want of it is in specserve/forward.py; kept rows are [slots, width], one row a slot of the pool.
     """
 
-    def __init__(self, decoder: Decoder, ops: Ops, num_pages: int, page_size: int) -> None:
+    def __init__(self, decoder: Decoder, ops: Ops, num_pages: int, page_size: int, folder: Path | None = None) -> None:
         self.decoder = decoder
+        self.folder = folder
         self.ops = ops
         self.num_pages = num_pages
         self.page_size = page_size

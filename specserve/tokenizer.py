@@ -95,6 +95,14 @@ class Tokenizer:
         # The template writes its own BOS, so the tokenizer must not add another.
         return self._encode(text, "messages", add_special_tokens=False)
 
+    def encode_prediction(self, text: str) -> list[int]:
+        """Token ids of text that an answer is expected to contain: nothing is put in front.
+
+        Raises:
+            InvalidRequest: the text holds half a surrogate pair, which is no character.
+        """
+        return self._encode(text, "speculation.prediction", add_special_tokens=False)
+
     def bad_word_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Token sequences that spell the words, at the start of a text and after a space, each once.
 

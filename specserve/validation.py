@@ -58,6 +58,8 @@ def _type_violations(request: Request) -> list[tuple[str, str]]:
     count = request.speculation.num_draft_tokens
     if count is not None and not _is_int(count):
         found.append(("speculation.num_draft_tokens", f"is {count!r}; it must be an integer"))
+    if not all(map(_is_int, request.speculation.prediction)):
+        found.append(("speculation.prediction", "must be token ids, which are integers"))
     return found
 
 
@@ -150,7 +152,10 @@ def _speculation_violations(request: Request, limits: ModelLimits) -> list[tuple
         found.append(("speculation.drafter", f"is {drafter!r}. {nearest(drafter, limits.drafters)}"))
     if count is not None and not 0 <= count <= MAX_NUM_DRAFT_TOKENS:
         found.append(("speculation.num_draft_tokens", f"is {count}; allowed: 0 to {MAX_NUM_DRAFT_TOKENS}"))
-    return found
+    length, most = len(request.speculation.prediction), limits.max_model_len
+    if length > most:
+        found.append(("speculation.prediction", f"has {length} tokens; allowed: the model's context, {most}"))
+    return found + _id_violations("speculation.prediction", request.speculation.prediction, limits.vocab_size)
 
 
 def _check_length(request: Request, limits: ModelLimits) -> None:

@@ -32,7 +32,7 @@ from specserve.loadgen import drive, plot, report, targets, workload
 from specserve.loadgen.drive import Run
 from specserve.loadgen.targets import Counters, GrpcTarget, OpenAiTarget, Outcome, ServerFacts
 from specserve.loadgen.workload import Job
-from specserve.prompts import read_prompts
+from specserve.prompts import OWN_PROMPTS, read_prompts
 from specserve.provenance import provenance
 
 BENCH = Path(__file__).resolve().parents[1] / "bench"
@@ -216,7 +216,7 @@ def test_jobs_are_cut_to_the_server() -> None:
 
 
 def test_our_prompts() -> None:
-    prompts = read_prompts(BENCH / "prompts.jsonl")
+    prompts = read_prompts(OWN_PROMPTS)
     assert {category for category, _ in prompts} == CATEGORIES
     assert all(sum(category == name for category, _ in prompts) == 8 for name in CATEGORIES)
     assert len({text for _, text in prompts}) == len(prompts) == 48
@@ -531,7 +531,7 @@ def test_latency(scripts: Path, tiny_llama: TinyLlama, monkeypatch: pytest.Monke
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     latency = _script("latency")
     options = argparse.Namespace(
-        model=str(tiny_llama(layers=2, seed=3, max_positions=1024)), formats=["fp32"], dataset=BENCH / "prompts.jsonl",
+        model=str(tiny_llama(layers=2, seed=3, max_positions=1024)), formats=["fp32"], dataset=OWN_PROMPTS,
         per_category=1, tokens=6, drafter="auto", num_draft_tokens=5, repeats=1,
     )  # fmt: skip
     latency.measure(options)
@@ -553,7 +553,7 @@ def test_latency(scripts: Path, tiny_llama: TinyLlama, monkeypatch: pytest.Monke
 def test_serve_and_summary(scripts: Path, tiny_llama: TinyLlama) -> None:
     serve, summary = _script("serve"), _script("summary")
     options = argparse.Namespace(
-        model=str(tiny_llama(layers=2, seed=3, max_positions=1024)), dataset=BENCH / "prompts.jsonl", num_prompts=3,
+        model=str(tiny_llama(layers=2, seed=3, max_positions=1024)), dataset=OWN_PROMPTS, num_prompts=3,
         tokens=4, concurrency=[2], rates=[50.0], goodput=["ttft:60000"],
     )  # fmt: skip
     serve.measure(options)

@@ -321,6 +321,19 @@ def test_half_a_surrogate_is_refused(byte_level: Tokenizer) -> None:
         byte_level.encode("a\ud83d")
 
 
+def test_nothing_is_put_in_front_of_a_prediction(folder: Path) -> None:
+    inner = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    start = inner.token_to_id("<|im_start|>")
+    inner.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<|im_start|> $A", special_tokens=[("<|im_start|>", start)]
+    )
+    inner.save(str(folder / "tokenizer.json"))
+    tokenizer = Tokenizer(folder)
+    assert tokenizer.encode("a word") == [start, *tokenizer.encode_prediction("a word")]
+    with pytest.raises(InvalidRequest, match=r"speculation\.prediction: has half a surrogate pair at character 1"):
+        tokenizer.encode_prediction("a\ud83d")
+
+
 def test_padding_and_truncation_of_the_file_are_off(folder: Path) -> None:
     inner = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     inner.enable_truncation(4)

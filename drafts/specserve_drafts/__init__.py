@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from specserve.config import SpeculationConfig
 from specserve.forward import Forward
 from specserve.proposal import Drafter
 
-__all__ = ["MODEL_FREE", "make_drafter"]
+__all__ = ["MODEL_FREE", "draft_bytes_per_token", "make_auto", "make_drafter"]
 
 MODEL_FREE = ("ngram", "suffix", "recycling", "prediction")
 
@@ -22,5 +24,49 @@ def make_drafter(name: str, config: SpeculationConfig, forward: Forward | None) 
             from specserve_drafts.ngram import NgramDrafter
 
             return NgramDrafter(config.ngram_min, config.ngram_max)
+        case "early_exit" if forward is not None:
+            from specserve_drafts.early_exit import EarlyExitDrafter
+
+            return EarlyExitDrafter(forward, config.early_exit_layers)
+        case "draft_model" if forward is not None and config.draft_model is not None:
+            from specserve_drafts.draft_model import load_draft_model
+
+            return load_draft_model(config.draft_model, forward, config.draft_window)
+        case "suffix":
+            from specserve_drafts.suffix import SuffixDrafter
+
+            return SuffixDrafter()
+        case "recycling":
+            from specserve_drafts.recycling import RecyclingDrafter, shipped_successors
+
+            # hidden states are kept for every row of the engine: only where prompts will be read again and again
+            reads_prompts = config.drafter in ("auto", "recycling")
+            shipped = None if forward is None else shipped_successors(forward.decoder)
+            return RecyclingDrafter(forward if reads_prompts else None, shipped)
+        case "prediction":
+            from specserve_drafts.prediction import PredictionDrafter
+
+            return PredictionDrafter()
+        case "eagle" if forward is not None:
+            from specserve_drafts.eagle import load_eagle
+
+            return load_eagle(config.eagle_head, forward, config.draft_window)
         case _:
             raise ValueError(f"no drafter is called {name!r}")
+
+
+def make_auto(drafters: Mapping[str, Drafter], forward: Forward | None) -> Drafter:
+    """The drafter that merges those of these that are worth merging: model-free ones, and an EAGLE head."""
+    from specserve_drafts.auto import AutoDrafter
+
+    parts = [drafters[name] for name in ("prediction", "suffix", "eagle", "recycling") if name in drafters]
+    return AutoDrafter(parts, 1 << 31 if forward is None else forward.decoder.config.vocab_size)
+
+
+def draft_bytes_per_token(config: SpeculationConfig, itemsize: int) -> int:
+    """What drafters' own layers add to each token of the pool, in bytes; `itemsize` is that of a number of the KV."""
+    if config.draft_model is None:
+        return 0
+    from specserve_drafts.draft_model import kv_bytes_per_token
+
+    return kv_bytes_per_token(config.draft_model, itemsize)

@@ -2,7 +2,8 @@
 
 The longest n in [min, max] wins, and of its occurrences the latest. Each sequence keeps a table from n-gram to the
 position after its latest occurrence, extended by new tokens only, so a step costs O(new tokens). Source: prompt
-lookup decoding (A. Saxena, 2023), with the table instead of a scan.
+lookup decoding (A. Saxena, 2023), with the table instead of a scan. How surely a node survives is estimated from
+how often chains from n-grams of that length got so far.
 """
 
 from __future__ import annotations
@@ -10,6 +11,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from specserve.proposal import DraftRow, DraftTree, StepResult
+from specserve.request import GREEDY_TEMPERATURE
+from specserve_drafts.pasts import NO_DRAFT, Draft
+from specserve_drafts.record import Record
+
+# Deeper nodes are as sure as this one, given that all before them were accepted.
+_DEEPEST = 8
 
 
 class _Table:
@@ -28,18 +35,23 @@ class _Table:
                     self.after[tuple(tokens[end - size : end])] = end
         self.covered = max(self.covered, len(tokens) - 1)
 
-    def match(self, tokens: Sequence[int]) -> int | None:
-        """Position of the token that followed the longest matching end of `tokens`."""
+    def match(self, tokens: Sequence[int]) -> tuple[int, int] | None:
+        """Size of the longest matching end of `tokens`, and position of the token that followed it."""
         for size in self.sizes:
             if size <= len(tokens):
                 found = self.after.get(tuple(tokens[len(tokens) - size :]))
                 if found is not None:
-                    return found
+                    return size, found
         return None
 
 
+def _prior(size: int, depth: int) -> float:
+    """Chance of a node whose ancestors are right: the match has grown by them (greedy answers of the demo model)."""
+    return 1.0 - 0.85 / (size + depth - 1)
+
+
 class NgramDrafter:
-    """Chains copied from the sequence's own past; no model, no state shared between sequences."""
+    """Chains copied from the sequence's own past; no model, no text shared between sequences."""
 
     name = "ngram"
     wants_top_ids = False
@@ -47,26 +59,41 @@ class NgramDrafter:
     def __init__(self, shortest: int = 1, longest: int = 4) -> None:
         self._shortest = shortest
         self._longest = longest
+        self._record = Record()
         self._tables: dict[str, _Table] = {}
+        self._drafts: dict[str, Draft] = {}
 
     def start(self, view: DraftRow) -> None:
         self._tables[view.sequence_id] = _Table(self._shortest, self._longest)
 
     def propose(self, rows: Sequence[DraftRow], caps: Sequence[int]) -> list[DraftTree]:
-        return [self._chain(row, cap) for row, cap in zip(rows, caps, strict=True)]
+        return [self._draft(row, cap).tree for row, cap in zip(rows, caps, strict=True)]
 
     def observe(self, view: DraftRow, result: StepResult) -> None:
-        """Nothing to learn: `propose` reads what was committed."""
+        draft = self._drafts.pop(view.sequence_id, None)
+        if draft is not None:
+            draft.learn(self._record, result.tokens)
 
     def stop(self, view: DraftRow) -> None:
+        self._drafts.pop(view.sequence_id, None)
         self._tables.pop(view.sequence_id, None)
 
-    def _chain(self, row: DraftRow, cap: int) -> DraftTree:
+    def _draft(self, row: DraftRow, cap: int) -> Draft:
         tokens, table = row.token_ids, self._tables[row.sequence_id]
         table.extend(tokens)
-        start = table.match(tokens)
-        if start is None:
-            return DraftTree()
+        match = table.match(tokens)
+        if match is None:
+            return NO_DRAFT
+        size, start = match
         # a match that reaches the end is a loop: go round it again
         period = len(tokens) - start
-        return DraftTree.chain([tokens[start + i % period] for i in range(cap)], self.name)
+        token_ids = [tokens[start + i % period] for i in range(cap)]
+        greedy = row.temperature < GREEDY_TEMPERATURE
+        kinds = tuple((greedy, size, min(depth, _DEEPEST)) for depth in range(1, cap + 1))
+        survival: list[float] = []
+        for depth, kind in enumerate(kinds, 1):
+            above = survival[-1] if survival else 1.0
+            survival.append(above * self._record.estimate(kind, _prior(size, depth)))
+        draft = Draft(DraftTree.chain(token_ids, self.name, survival), kinds)
+        self._drafts[row.sequence_id] = draft
+        return draft

@@ -6,9 +6,9 @@ counts are kept, so a record may be shared by all sequences of an engine: it hol
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 
-from specserve.proposal import StepResult
+from specserve.proposal import DraftTree, StepResult
 
 
 class Record:
@@ -40,3 +40,19 @@ def outcomes(result: StepResult) -> Iterator[tuple[int, bool]]:
         drawn = result.drawn[1 + parent]
         if drawn >= 0:
             yield node, drawn == token_id
+
+
+def committed(tree: DraftTree, tokens: Sequence[int]) -> Iterator[tuple[int, bool]]:
+    """(node, whether it carries the token that was committed at its depth), of every node below committed ones only.
+
+    `tokens` follow the root. It need not be the tree that was verified: a proposal is judged as it was made, whatever
+    was pruned or merged since.
+    """
+    depths = {-1: 0}
+    for node, (parent, token_id) in enumerate(zip(tree.parents, tree.token_ids, strict=True)):
+        depth = depths.get(parent)
+        if depth is not None and depth < len(tokens):
+            hit = token_id == tokens[depth]
+            if hit:
+                depths[node] = depth + 1
+            yield node, hit

@@ -12,12 +12,14 @@ from typing import Annotated
 import typer
 
 from specserve import __version__
+from specserve.cli.acceptance import acceptance
 from specserve.cli.ask import chat, generate
 from specserve.cli.bench import bench
 from specserve.cli.demo import demo
 from specserve.cli.pull import pull
 from specserve.cli.serve import serve
 from specserve.cli.sim import sim
+from specserve.cli.train import train
 from specserve.cli.verify import verify
 from specserve.errors import ConfigError, InvalidRequest, ModelNotFound, SpecserveError
 
@@ -30,9 +32,10 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (pull, serve, generate, chat, demo, sim, verify):
+for command in (pull, serve, generate, chat, demo, sim, verify, acceptance):
     app.command()(command)
 app.add_typer(bench, name="bench")
+app.add_typer(train, name="train")
 
 
 def _print_version(wanted: bool) -> None:

@@ -14,7 +14,7 @@ from specserve.cli.pull import progress_bar
 from specserve.config import SpeculationConfig
 from specserve.errors import InvalidRequest
 from specserve.events import Delta, Finished, SpeculationStats, Timing
-from specserve.request import SamplingParams
+from specserve.request import SamplingParams, SpeculationParams
 
 if TYPE_CHECKING:
     from specserve.llm import LLM, CompletionOutput, RequestOutput
@@ -44,6 +44,7 @@ def generate(
     temperature: Temperature = 0.0,
     speculate: options.Speculate = None,
     num_draft_tokens: options.NumDraftTokens = None,
+    prediction: options.Prediction = None,
     dtype: options.Dtype = None,
     quantization: options.Quantization = None,
     max_model_len: options.MaxModelLen = None,
@@ -54,6 +55,7 @@ def generate(
 ) -> None:
     """Answer one prompt, printing its tokens as they come."""
     params = sampling.params(temperature, n)
+    expected = options.predicted_text(prediction)
     llm = _load(
         model, speculate, num_draft_tokens,
         dtype=dtype, quantization=quantization, max_model_len=max_model_len, page_size=block_size,
@@ -61,12 +63,13 @@ def generate(
     )  # fmt: skip
     tokenizer = llm.built.tokenizer
     ids = tokenizer.encode(prompt) if raw else tokenizer.encode_chat([{"role": "user", "content": prompt}])
+    speculation = SpeculationParams(prediction=tuple(tokenizer.encode_prediction(expected)))
     if as_json:
-        print(json.dumps(answer_json(llm.generate([ids], params)[0]), ensure_ascii=False))
+        print(json.dumps(answer_json(llm.generate([ids], params, speculation=speculation)[0]), ensure_ascii=False))
     elif n == 1:
-        _stream(llm, ids, params)
+        _stream(llm, ids, params, speculation)
     else:
-        for choice in llm.generate([ids], params)[0].outputs:
+        for choice in llm.generate([ids], params, speculation=speculation)[0].outputs:
             print(f"[{choice.index}] {choice.text}")
 
 
@@ -118,11 +121,11 @@ def _take_turn(llm: LLM, history: list[dict[str, str]], said: str, params: Sampl
         history.append({"role": "assistant", "content": answer})
 
 
-def _stream(llm: LLM, ids: Sequence[int], params: SamplingParams) -> str:
+def _stream(llm: LLM, ids: Sequence[int], params: SamplingParams, speculation: SpeculationParams | None = None) -> str:
     """Print an answer token by token, then a line about it on stderr; Ctrl-C cuts it short. Returns its text."""
     pieces: list[str] = []
     end: Finished | None = None
-    events = llm.stream(ids, params)
+    events = llm.stream(ids, params, speculation=speculation)
     try:
         for event in events:
             text = ""

@@ -37,6 +37,10 @@ Speculate = Annotated[
 NumDraftTokens = Annotated[
     int | None, typer.Option(help=f"Draft at most this many tokens a step. [default: {_SPECULATION.num_draft_tokens}]")
 ]
+Prediction = Annotated[
+    str | None,
+    typer.Option(help="Text that the answer is expected to contain, or @FILE; drafted, it changes no token."),
+]
 MaxNumSeqs = Annotated[int | None, typer.Option(help=f"Sequences served at once. [default: {_SCHEDULER.max_num_seqs}]")]
 MaxNumBatchedTokens = Annotated[
     int | None, typer.Option(help=f"Tokens of one step. [default: {_SCHEDULER.max_num_batched_tokens}]")
@@ -121,6 +125,20 @@ def _text(option: str, value: str, marks: str) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError, ValueError) as error:
         raise ConfigError(f"{option} {value!r} is neither a text with {marks!r} nor a file to read: {error}") from None
+
+
+def predicted_text(value: str | None) -> str:
+    """What `--prediction` says: the text itself, or what is in the file behind an @.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    if value is None or not value.startswith("@"):
+        return value or ""
+    try:
+        return Path(value[1:]).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        raise ConfigError(f"--prediction: the file {value[1:]!r} cannot be read: {error}") from None
 
 
 def flat(command: Callable[..., None]) -> Callable[..., None]:

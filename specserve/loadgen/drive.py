@@ -101,16 +101,25 @@ def _speculation(outcomes: Sequence[Outcome], before: Counters, after: Counters)
         return pooled(told)
     if after.speculation is None:
         return None
-    earlier = before.speculation or SpeculationStats()
+    return grown(before.speculation or SpeculationStats(), after.speculation)
+
+
+def grown(before: SpeculationStats, after: SpeculationStats) -> SpeculationStats:
+    """What totals that only grow became more by."""
+
+    def by_place(earlier: list[int], later: list[int]) -> list[int]:
+        return [count - (earlier[i] if i < len(earlier) else 0) for i, count in enumerate(later)]
+
     return replace(
-        after.speculation,
-        num_drafts=after.speculation.num_drafts - earlier.num_drafts,
-        num_draft_tokens=after.speculation.num_draft_tokens - earlier.num_draft_tokens,
-        num_accepted_tokens=after.speculation.num_accepted_tokens - earlier.num_accepted_tokens,
-        accepted_per_position=[
-            count - (earlier.accepted_per_position[i] if i < len(earlier.accepted_per_position) else 0)
-            for i, count in enumerate(after.speculation.accepted_per_position)
-        ],
+        after,
+        num_steps=after.num_steps - before.num_steps,
+        num_committed_tokens=after.num_committed_tokens - before.num_committed_tokens,
+        num_drafts=after.num_drafts - before.num_drafts,
+        num_draft_tokens=after.num_draft_tokens - before.num_draft_tokens,
+        num_accepted_tokens=after.num_accepted_tokens - before.num_accepted_tokens,
+        accepted_per_position=by_place(before.accepted_per_position, after.accepted_per_position),
+        drafted_per_position=by_place(before.drafted_per_position, after.drafted_per_position),
+        steps_by_tokens=by_place(before.steps_by_tokens, after.steps_by_tokens),
     )
 
 

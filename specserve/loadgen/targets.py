@@ -27,7 +27,10 @@ CONNECT_TIMEOUT_S = 10.0
 
 @dataclass(slots=True)
 class Outcome:
-    """What a client saw of one request. Times are seconds of `time.perf_counter`; `chunks` are (time, tokens)."""
+    """What a client saw of one request. Times are seconds of `time.perf_counter`; `chunks` are (time, tokens).
+
+    Ids, `finish_reason` ("stop", "length") and `stats` are told by our own servers only.
+    """
 
     sent_at: float
     ended_at: float = 0.0
@@ -35,6 +38,8 @@ class Outcome:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
     stats: SpeculationStats | None = None
     error: str | None = None
 
@@ -100,9 +105,18 @@ class Target(Protocol):
 
 
 class GrpcTarget:
-    """specserve.v1 on one channel. `drafter` None follows the server; each object has a cache salt of its own."""
+    """specserve.v1 on one channel. `drafter` and `num_draft_tokens` None follow the server; each object has a cache
+    salt of its own."""
 
-    def __init__(self, address: str, temperature: float, seed: int, ignore_eos: bool, drafter: str | None) -> None:
+    def __init__(
+        self,
+        address: str,
+        temperature: float,
+        seed: int,
+        ignore_eos: bool,
+        drafter: str | None,
+        num_draft_tokens: int | None = None,
+    ) -> None:
         import grpc
 
         from specserve.v1 import inference_pb2_grpc as pb_grpc
@@ -115,7 +129,9 @@ class GrpcTarget:
         self._model = pb_grpc.ModelServiceStub(self._channel)  # type: ignore[no-untyped-call]
         self._sampling: dict[str, Any] = {"temperature": temperature, "seed": seed}
         self._ignore_eos = ignore_eos
-        self._drafter = drafter
+        self._speculation: dict[str, Any] = {} if drafter is None else {"drafter": drafter}
+        if num_draft_tokens is not None:
+            self._speculation["num_draft_tokens"] = num_draft_tokens
         self._salt = f"bench-{secrets.token_hex(4)}"
 
     async def facts(self) -> ServerFacts:
@@ -130,12 +146,21 @@ class GrpcTarget:
         )
 
     async def counters(self) -> Counters:
+        return Counters(num_preemptions=(await self.stats()).num_preemptions)
+
+    async def stats(self) -> Any:
+        """The server's totals, as GetStats tells them.
+
+        Raises:
+            EngineFault: there is no answer.
+        """
         from specserve.v1 import inference_pb2 as pb
 
-        stats = await self._call(self._model.GetStats(pb.GetStatsRequest(), timeout=CONNECT_TIMEOUT_S))
-        return Counters(num_preemptions=stats.num_preemptions)
+        return await self._call(self._model.GetStats(pb.GetStatsRequest(), timeout=CONNECT_TIMEOUT_S))
 
     async def ask(self, job: Job, outcome: Outcome) -> None:
+        from specserve.v1 import inference_pb2 as pb
+
         call = self._inference.Generate(self._request(job))
         try:
             async for response in call:
@@ -145,8 +170,11 @@ class GrpcTarget:
                         outcome.cached_tokens = response.started.cached_tokens
                     case "delta":
                         outcome.take(len(response.delta.tokens))
+                        outcome.token_ids += [token.id for token in response.delta.tokens]
                     case "finished":
-                        outcome.stats = _stats(response.finished.speculation)
+                        outcome.stats = speculation_stats(response.finished.speculation)
+                        reason = pb.FinishReason.Name(response.finished.reason)
+                        outcome.finish_reason = reason.removeprefix("FINISH_REASON_").lower()
         except self._grpc.RpcError as error:
             raise self._fault(error) from None
 
@@ -163,7 +191,7 @@ class GrpcTarget:
         return pb.GenerateRequest(
             sampling=pb.SamplingParams(**self._sampling),
             stopping=pb.StoppingParams(max_tokens=job.max_tokens, ignore_eos=self._ignore_eos),
-            speculation=None if self._drafter is None else pb.SpeculationParams(drafter=self._drafter),
+            speculation=pb.SpeculationParams(**self._speculation) if self._speculation else None,
             cache_salt=self._salt,
             **prompt,
         )
@@ -178,7 +206,7 @@ class GrpcTarget:
         return EngineFault(f"{self._address} answered {error.code().name}: {error.details()}")
 
 
-def _stats(message: Any) -> SpeculationStats:
+def speculation_stats(message: Any) -> SpeculationStats:
     return SpeculationStats(
         drafter=message.drafter,
         num_steps=message.num_steps,

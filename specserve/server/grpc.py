@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -46,8 +46,8 @@ from specserve.validation import validate
 INFERENCE_SERVICE = "specserve.v1.InferenceService"
 MODEL_SERVICE = "specserve.v1.ModelService"
 MAX_LABEL_LEN = 256
-# Longer prompts are tokenised on another thread: 4,096 characters take about a millisecond.
-LONG_PROMPT_CHARS = 4096
+# Longer texts are tokenised on another thread: 4,096 characters take about a millisecond.
+LONG_TEXT_CHARS = 4096
 OPTIONS = [
     # Far above what our own limits allow, so that they answer first, with details.
     ("grpc.max_receive_message_length", 64 << 20),
@@ -150,8 +150,34 @@ async def prompt_ids(message: pb.GenerateRequest, tokenizer: TextTokenizer) -> t
             if not turn["role"]:
                 raise _refuse(f"chat.messages[{index}].role", "is empty; give 'system', 'user' or 'assistant'")
         work, size = partial(tokenizer.encode_chat, messages), sum(len(turn["content"]) for turn in messages)
-    ids = await asyncio.to_thread(work) if size > LONG_PROMPT_CHARS else work()
-    return tuple(ids)
+    return tuple(await _tokenised(work, size))
+
+
+async def _tokenised(work: Callable[[], list[int]], size: int) -> list[int]:
+    """What `work` makes of a text of `size` characters."""
+    return await asyncio.to_thread(work) if size > LONG_TEXT_CHARS else work()
+
+
+async def _prediction(message: pb.Prediction, tokenizer: TextTokenizer) -> tuple[int, ...]:
+    match message.WhichOneof("content"):
+        case "text":
+            return tuple(await _tokenised(partial(tokenizer.encode_prediction, message.text), len(message.text)))
+        case "token_ids":
+            return tuple(message.token_ids.ids)
+        case _:
+            raise _refuse("speculation.prediction", "has no content; give one of text, token_ids")
+
+
+async def speculation_params(message: pb.SpeculationParams, tokenizer: TextTokenizer) -> SpeculationParams:
+    """What a request wants of drafting.
+
+    Raises:
+        InvalidRequest: there is a prediction without content, or its text is no valid Unicode.
+    """
+    given = _given(message, "drafter", "num_draft_tokens")
+    if message.HasField("prediction"):
+        given["prediction"] = await _prediction(message.prediction, tokenizer)
+    return SpeculationParams(**given)
 
 
 async def to_request(message: pb.GenerateRequest, served: Served, time_remaining: float | None) -> Request:
@@ -167,7 +193,7 @@ async def to_request(message: pb.GenerateRequest, served: Served, time_remaining
         request_id=uuid.uuid4().hex,
         params=sampling_params(message),
         prompt_token_ids=await prompt_ids(message, served.tokenizer),
-        speculation=SpeculationParams(**_given(message.speculation, "drafter", "num_draft_tokens")),
+        speculation=await speculation_params(message.speculation, served.tokenizer),
         priority=message.priority,
         arrival_time=arrival,
         deadline=None if time_remaining is None else arrival + time_remaining,
@@ -179,6 +205,17 @@ async def to_request(message: pb.GenerateRequest, served: Served, time_remaining
     # after the gate, which bounds them: two spellings each are tokenised
     bad_word_ids = await asyncio.to_thread(served.tokenizer.bad_word_ids, request.params.bad_words)
     return replace(request, bad_word_ids=bad_word_ids)
+
+
+def _paths_of_forms(message: pb.GenerateRequest) -> dict[str, str]:
+    """Where the fields of `Request` stand that can come in several forms; what refuses them does not know the form."""
+    paths = {"grammar": f"sampling.{message.sampling.WhichOneof('constraint')}"}
+    match message.speculation.prediction.WhichOneof("content"):
+        case "text":
+            paths["speculation.prediction"] = "speculation.prediction.text"
+        case "token_ids":
+            paths["speculation.prediction"] = "speculation.prediction.token_ids.ids"
+    return paths
 
 
 def _duration(milliseconds: float | None) -> Duration | None:
@@ -297,9 +334,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
                 async for event in events:
                     yield to_response(event, request, message.request_id)
         except Exception as error:
-            # what compiles a grammar does not know in which of the forms it came
-            form = {"grammar": f"sampling.{message.sampling.WhichOneof('constraint')}"}
-            await _abort(context, error, {**WIRE_PATHS, **form})
+            await _abort(context, error, {**WIRE_PATHS, **_paths_of_forms(message)})
 
 
 class ModelServicer(pb_grpc.ModelServiceServicer):

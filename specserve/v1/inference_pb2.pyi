@@ -150,12 +150,28 @@ class StoppingParams(_message.Message):
     def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., include_stop_str_in_output: _Optional[bool] = ...) -> None: ...
 
 class SpeculationParams(_message.Message):
-    __slots__ = ("drafter", "num_draft_tokens")
+    __slots__ = ("drafter", "num_draft_tokens", "prediction")
     DRAFTER_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREDICTION_FIELD_NUMBER: _ClassVar[int]
     drafter: str
     num_draft_tokens: int
-    def __init__(self, drafter: _Optional[str] = ..., num_draft_tokens: _Optional[int] = ...) -> None: ...
+    prediction: Prediction
+    def __init__(self, drafter: _Optional[str] = ..., num_draft_tokens: _Optional[int] = ..., prediction: _Optional[_Union[Prediction, _Mapping]] = ...) -> None: ...
+
+class Prediction(_message.Message):
+    __slots__ = ("text", "token_ids")
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    text: str
+    token_ids: TokenIdsPrediction
+    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIdsPrediction, _Mapping]] = ...) -> None: ...
+
+class TokenIdsPrediction(_message.Message):
+    __slots__ = ("ids",)
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("started", "delta", "finished")

@@ -157,6 +157,9 @@ class FakeTokenizer:
     def encode(self, text: str) -> list[int]:
         return [ord(letter) % 1000 for letter in text]
 
+    def encode_prediction(self, text: str) -> list[int]:
+        return self.encode(text)
+
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         return self.encode("".join(f"{turn['role']}:{turn['content']}\n" for turn in messages))
 

@@ -19,8 +19,9 @@ from typer.testing import CliRunner
 
 from specserve import __version__
 from specserve.cli import app, main
-from specserve.cli.options import Sampling
+from specserve.cli.options import Sampling, predicted_text
 from specserve.constraint import GrammarSpec
+from specserve.errors import ConfigError
 from specserve.request import SamplingParams
 from specserve.v1 import inference_pb2 as pb
 from specserve.v1 import inference_pb2_grpc as pb_grpc
@@ -176,6 +177,18 @@ def test_speculation_changes_no_token(model: str) -> None:
     on = _generate(model, "--speculate", "ngram", *options)
     assert on["token_ids"] == off["token_ids"] and on["text"] == off["text"] and on["seed"] == 7
     assert off["speculation"]["drafter"] == "off" and off["speculation"]["inactive_reason"]
+
+
+def test_a_prediction_is_drafted_and_changes_no_token(model: str, tmp_path: Path) -> None:
+    options = ("--max-tokens", "24", "--num-draft-tokens", "5")
+    plain = _generate(model, "--speculate", "off", *options)
+    (tmp_path / "expected.txt").write_text("a long text that is not what comes", encoding="utf-8")
+    for given in ("a long text", f"@{tmp_path / 'expected.txt'}"):
+        answer = _generate(model, "--speculate", "prediction", "--prediction", given, *options)
+        assert answer["token_ids"] == plain["token_ids"]
+        assert answer["speculation"]["num_draft_tokens"] > 0
+    with pytest.raises(ConfigError, match="the file 'no/such' cannot be read"):
+        predicted_text("@no/such")
 
 
 def test_n_adds_choices(model: str) -> None:

@@ -97,11 +97,22 @@ def test_every_form_of_prompt() -> None:
     over_grpc(body)
 
 
+def test_every_form_of_prediction() -> None:
+    async def body(client: Client, engine: FakeEngine) -> None:
+        forms = [pb.Prediction(text="ab"), pb.Prediction(token_ids=pb.TokenIdsPrediction(ids=[0, 999]))]
+        for form in (*forms, pb.Prediction(text=""), pb.Prediction(text="x" * 64), None):
+            await client.generate(text_request(speculation=pb.SpeculationParams(prediction=form)))
+        asked = [request.speculation.prediction for request in engine.submitted]
+        assert asked == [(97, 98), (0, 999), (), (120,) * 64, ()]
+
+    over_grpc(body)
+
+
 def test_server_info() -> None:
     async def body(client: Client, engine: FakeEngine) -> None:
         info = await client.model.GetServerInfo(pb.GetServerInfoRequest())
         assert (info.model, info.numerics, info.max_model_len, info.pool_tokens) == ("fake", "exact", 64, 640)
-        assert list(info.drafters) == ["off", "auto", "ngram"] and info.startup_lines
+        assert tuple(info.drafters) == engine.limits.drafters and info.startup_lines
         assert info.environment == "environment: none"
 
     over_grpc(body)
@@ -169,6 +180,10 @@ def _stopping(**fields: Any) -> pb.GenerateRequest:
     return text_request(stopping=pb.StoppingParams(**fields))
 
 
+def _prediction(**content: Any) -> pb.GenerateRequest:
+    return text_request(speculation=pb.SpeculationParams(prediction=pb.Prediction(**content)))
+
+
 BAD_FIELDS = [
     ("sampling.n", _sampling(n=0)),
     ("sampling.n", _sampling(n=5)),
@@ -201,6 +216,10 @@ BAD_FIELDS = [
     ("stopping.stop_token_ids[1]", _stopping(stop_token_ids=[1, 1000])),
     ("speculation.drafter", text_request(speculation=pb.SpeculationParams(drafter="ngam"))),
     ("speculation.num_draft_tokens", text_request(speculation=pb.SpeculationParams(num_draft_tokens=65))),
+    ("speculation.prediction", _prediction()),
+    ("speculation.prediction.text", _prediction(text="x" * 65)),
+    ("speculation.prediction.token_ids.ids", _prediction(token_ids=pb.TokenIdsPrediction(ids=[1] * 65))),
+    ("speculation.prediction.token_ids.ids[1]", _prediction(token_ids=pb.TokenIdsPrediction(ids=[1, 1000]))),
     ("prompt", pb.GenerateRequest()),
     ("prompt", text_request("")),
     ("chat.messages", pb.GenerateRequest(chat=pb.ChatPrompt())),

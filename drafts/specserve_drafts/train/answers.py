@@ -112,13 +112,9 @@ def balanced_mix(prompts: Sequence[TrainPrompt], seed: int) -> list[TrainPrompt]
     queues = [iter(by_source[source]) for source in sorted(by_source)]
     mix: list[TrainPrompt] = []
     while queues:
-        alive = []
-        for queue in queues:
-            prompt = next(queue, None)
-            if prompt is not None:
-                mix.append(prompt)
-                alive.append(queue)
-        queues = alive
+        turn = [(queue, drawn) for queue in queues if (drawn := next(queue, None)) is not None]
+        mix += [drawn for _, drawn in turn]
+        queues = [queue for queue, _ in turn]
     return mix
 
 

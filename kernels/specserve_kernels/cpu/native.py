@@ -32,6 +32,7 @@ from specserve_kernels.cpu.native_abi import (
 )
 from specserve_kernels.cpu.native_build import NativeUnavailable, build
 from specserve_kernels.cpu.native_decoder import NativeDecoder
+from specserve_kernels.cpu.torch_ops import top_ids
 from specserve_kernels.int8 import quantize_weight
 from specserve_kernels.ops import AttentionRows, DecoderModel, LinearWeight
 
@@ -230,7 +231,7 @@ class NativeOps:
 
     def top_ids(self, logits: Tensor, count: int) -> Tensor:
         """Ids of the `count` largest logits of each row, [rows, count], best first."""
-        return torch.topk(logits, count, dim=1).indices
+        return top_ids(logits, count)
 
     def noise(self, seed: Tensor, draw_index: Tensor, choice: Tensor, purpose: int, vocab_size: int) -> Tensor:
         """Gumbel noise fp32 [n, vocab_size] for n keys (int64 [n] each); see Ops.noise."""

@@ -1,0 +1,160 @@
+"""What a step costs: the frozen record of a machine's measured seconds, and a drafter's own, followed on line.
+
+A step's seconds are a curve over its rows and a few slopes (`StepCosts`), measured once at start-up by
+specserve/sweep.py. What changes later, a busy machine, changes all of them alike, so one factor is followed and nothing
+else. Choices compare seconds with seconds and do not depend on that factor; predictions do.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import NamedTuple
+
+
+class StepLoad(NamedTuple):
+    """What one step carries; `context` counts cached tokens, summed over sequences, `node_context` over nodes."""
+
+    num_sequences: int
+    num_nodes: int = 0
+    num_prompt_rows: int = 0
+    num_accepted: int = 0
+    context: int = 0
+    node_context: int = 0
+    num_sampled: int = 0  # rows that are drawn from with noise
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCosts:
+    """Seconds of a whole engine step, from its plan to its events, drafting apart.
+
+    `curve[n]`: one short greedy sequence with n rows, n >= 1 (`curve[0]` = `curve[1]`); never falls. The rest comes on
+    top: each row beyond the curve, each further sequence, each accepted node, each cached token of a sequence and
+    of each of its nodes, each row that is drawn from with noise.
+    """
+
+    curve: tuple[float, ...]
+    row: float
+    sequence: float = 0.0
+    accepted: float = 0.0
+    context: float = 0.0
+    node_context: float = 0.0
+    sampled: float = 0.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "curve", tuple(self.curve))
+        slopes = (self.row, self.sequence, self.accepted, self.context, self.node_context, self.sampled)
+        if len(self.curve) < 2 or not 0 < self.curve[0] <= self.curve[1] or list(self.curve) != sorted(self.curve):
+            raise ValueError(f"the curve must hold seconds for 0, 1, … rows and never fall; it is {self.curve}")
+        if min(slopes) < 0:
+            raise ValueError(f"a slope is negative: {slopes}")
+
+    def rows(self, num_rows: float) -> float:
+        """Seconds of so many rows of one short sequence; of an expected number, between its neighbours."""
+        last = len(self.curve) - 1
+        if num_rows >= last:
+            return self.curve[last] + (num_rows - last) * self.row
+        whole = int(num_rows)
+        return self.curve[whole] + (num_rows - whole) * (self.curve[whole + 1] - self.curve[whole])
+
+    def further_rows(self, num_rows: int, count: int) -> list[float]:
+        """Seconds that 0, 1, …, `count` rows add to `num_rows`."""
+        base = self.rows(num_rows)
+        added = [seconds - base for seconds in self.curve[num_rows : num_rows + count + 1]]
+        beyond = max(num_rows, len(self.curve))
+        return added + [self.rows(n) - base for n in range(beyond, num_rows + count + 1)]
+
+    def seconds(self, load: StepLoad) -> float:
+        """What a step with this load takes on the machine as it was measured."""
+        return (
+            self.rows(load.num_sequences + load.num_nodes + load.num_prompt_rows)
+            + max(load.num_sequences - 1, 0) * self.sequence
+            + load.num_accepted * self.accepted
+            + load.context * self.context
+            + load.node_context * self.node_context
+            + load.num_sampled * self.sampled
+        )
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> StepCosts:
+        """Raises ValueError or TypeError if `text` was not made by `to_json`."""
+        return cls(**json.loads(text))
+
+
+class Scale:
+    """How many times as long as measured at start-up steps take now: the median of the last `window` ratios."""
+
+    def __init__(self, window: int = 31) -> None:
+        self.value = 1.0
+        self._ratios: deque[float] = deque(maxlen=window)
+
+    def follow(self, predicted: float, measured: float) -> None:
+        """One step: its seconds as predicted at scale 1, and as measured; a clock that stands still tells nothing."""
+        if predicted > 0 and measured > 0:
+            self._ratios.append(measured / predicted)
+            self.value = sorted(self._ratios)[len(self._ratios) // 2]
+
+
+SIZES = (1, 2, 4, 8, 16, 32, 64)
+
+
+class DraftSeconds:
+    """What a drafter takes to propose for n sequences at once, followed for a few sizes of n.
+
+    More sequences never take less, and n times as many never take more than n times as long. So each figure bounds all
+    others, which keeps a stale one from standing for ever, and where nothing is known the lower bound is assumed:
+    a drafter is tried before it is dismissed.
+    """
+
+    def __init__(self, rate: float = 0.1) -> None:
+        self._rate = rate
+        self._known: list[float | None] = [None] * len(SIZES)
+
+    def follow(self, num_sequences: int, seconds: float) -> None:
+        """One call. It counts at most double what was expected: the first for a prompt is long, and machines stall."""
+        at = _size_of(num_sequences)
+        known = self._known[at]
+        if known is not None:
+            seconds = known + self._rate * (min(seconds, 2 * known) - known)
+        self._known[at] = seconds
+        for i, size in enumerate(SIZES):
+            other = self._known[i]
+            if other is not None and i != at:
+                low, high = sorted((seconds, seconds * size / SIZES[at]))
+                self._known[i] = min(max(other, low), high)
+
+    def expected(self, num_sequences: int) -> float:
+        """Seconds of a call for so many sequences, at least; 0 as long as nothing is known."""
+        at = _size_of(num_sequences)
+        known = self._known[at]
+        if known is not None:
+            return known
+        fewer = [value for value in self._known[:at] if value is not None]
+        more = [v * SIZES[at] / n for n, v in zip(SIZES[at:], self._known[at:], strict=True) if v is not None]
+        return max(fewer[-1:] + more[:1], default=0.0)
+
+
+def _size_of(num_sequences: int) -> int:
+    """Place in `SIZES` of the nearest one that is not larger."""
+    return max(i for i, size in enumerate(SIZES) if size <= max(num_sequences, 1))
+
+
+def monotone(measured: Sequence[tuple[int, float]]) -> tuple[float, ...]:
+    """A curve over 0, 1, … rows through measured (rows, seconds), ascending in rows.
+
+    Noise only ever adds time, and fewer rows never take longer: a point counts as the least of it and all later ones.
+    """
+    seconds, least = [], float("inf")
+    for _, value in reversed(measured):
+        least = min(least, value)
+        seconds.append(least)
+    seconds.reverse()
+    curve = [seconds[0]] * (measured[0][0] + 1)
+    for (low, _), (high, _), below, above in zip(measured, measured[1:], seconds, seconds[1:], strict=False):
+        curve += [below + (above - below) * (n - low) / (high - low) for n in range(low + 1, high + 1)]
+    return tuple(curve)

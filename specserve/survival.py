@@ -1,0 +1,193 @@
+"""What the target made of a drafter's guesses so far, and what its next tree will probably be worth.
+
+A drafter estimates the chance that a node survives verification. A `Prospect` compares its estimates with outcomes and
+corrects the next ones, apart for the first level of the trees and for all deeper ones; a drafter without estimates is
+taken to say 1 everywhere, so that the correction is all. It also follows what trees have offered lately: how many
+nodes of which survival. There is one per sequence, shrunk to that of its drafter, which all its sequences share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from itertools import accumulate, repeat
+from operator import mul
+from typing import NamedTuple
+
+from specserve.proposal import DraftTree
+
+# nodes are sorted into levels of survival by these lower edges (in percent); a node of level i counts as LEVELS[i]
+EDGES = (95, 88, 80, 70, 58, 45, 33, 22, 13, 6, 2, 0)
+LEVELS = (0.975, 0.915, 0.84, 0.75, 0.64, 0.515, 0.39, 0.275, 0.175, 0.095, 0.04, 0.01)
+_LEVEL_OF = tuple(next(i for i, edge in enumerate(EDGES) if percent >= edge) for percent in range(101))
+
+OPTIMISM = 0.7  # chance of a node under an accepted one, before anything is known of a drafter without estimates
+OPTIMISTIC_NODES = 8
+PRIOR_WEIGHT, OWN_PRIOR_WEIGHT = 3.0, 8.0  # in estimated acceptances
+SHARED_FADING, OWN_FADING = 0.99, 0.95  # of evidence, by each tree
+SHARED_RATE, OWN_RATE = 0.02, 0.15  # of averages, by each tree
+PEAK_FADING = 0.9
+
+
+class Outcome(NamedTuple):
+    """Of one verified tree: nodes accepted and estimated to be, at the first level, and below accepted nodes."""
+
+    first: float
+    first_estimate: float
+    deeper: float
+    deeper_estimate: float
+
+
+def outcome(tree: DraftTree, path: SequenceOf[int]) -> Outcome:
+    """What came of a tree; only nodes under the root or an accepted node were put to the test."""
+    estimates, on_path = tree.survival, set(path)
+    first = deeper = 0.0
+    for node, parent in enumerate(tree.parents):
+        if parent < 0:
+            first += estimates[node] if estimates else 1.0
+        elif parent in on_path:
+            deeper += estimates[node] / max(estimates[parent], 1e-9) if estimates else 1.0
+    return Outcome(float(bool(path)), first, float(max(len(path) - 1, 0)), deeper)
+
+
+def level_counts(survivals: SequenceOf[float]) -> list[float]:
+    """Number of nodes on each level."""
+    counts = [0.0] * len(EDGES)
+    for value in survivals:
+        counts[_LEVEL_OF[int(100 * value)]] += 1.0
+    return counts
+
+
+class Prospect:
+    """Correction and outlook of one sequence or, without `shared`, of all sequences of a drafter.
+
+    `first`, `deeper`: accepted ÷ estimated. `counts[i]`: nodes of survival level i that the next tree will have.
+    `peak`: the most nodes that were worth their rows lately.
+    """
+
+    def __init__(self, shared: Prospect | None = None) -> None:
+        self.shared = shared
+        self._hits = self._tried = self._deep_hits = self._deep_tried = 0.0
+        self._fading, self._rate = (SHARED_FADING, SHARED_RATE) if shared is None else (OWN_FADING, OWN_RATE)
+        self._prior = 1.0
+        self._met = False
+        if shared is None:
+            self.counts = level_counts([OPTIMISM**depth for depth in range(1, OPTIMISTIC_NODES + 1)])
+            self.peak = float(OPTIMISTIC_NODES)
+        else:
+            self.counts, self.peak = list(shared.counts), shared.peak
+        self.first = self.deeper = 1.0
+        self.correct()
+
+    def _meet(self, tree: DraftTree) -> None:
+        """The drafter's first tree tells whether it estimates survival at all."""
+        if self.shared is not None:
+            if not self.shared._met:
+                self.shared._meet(tree)
+        else:
+            self._prior = 1.0 if tree.survival else OPTIMISM
+        self._met = True
+        self.correct()
+
+    def correct(self) -> None:
+        """Weigh the evidence against the prior."""
+        shared = self.shared
+        first, deeper = (self._prior, self._prior) if shared is None else (shared.first, shared.deeper)
+        weight = PRIOR_WEIGHT if shared is None else OWN_PRIOR_WEIGHT
+        self.first = (self._hits + weight * first) / (self._tried + weight)
+        self.deeper = (self._deep_hits + weight * deeper) / (self._deep_tried + weight)
+
+    def count(self, seen: Outcome) -> None:
+        """One more verified tree."""
+        fading = self._fading
+        self._hits = self._hits * fading + seen.first
+        self._tried = self._tried * fading + seen.first_estimate
+        if seen.deeper_estimate:
+            self._deep_hits = self._deep_hits * fading + seen.deeper
+            self._deep_tried = self._deep_tried * fading + seen.deeper_estimate
+        self.correct()
+
+    def doubt(self, weight: float) -> None:
+        """Let the evidence weigh no more than so many estimated acceptances, so that what comes next decides."""
+        if self._tried > weight:
+            self._forget(1.0 - weight / self._tried)
+
+    def rest(self, share: float) -> None:
+        """While nothing is drafted: forget a share of what is known of this sequence, and lean on what all share."""
+        assert self.shared is not None
+        self._forget(share)
+        self.counts = [mine + share * (its - mine) for mine, its in zip(self.counts, self.shared.counts, strict=True)]
+        self.peak += share * (self.shared.peak - self.peak)
+        self.correct()
+
+    def _forget(self, share: float) -> None:
+        keep = 1.0 - share
+        self._hits, self._tried = self._hits * keep, self._tried * keep
+        self._deep_hits, self._deep_tried = self._deep_hits * keep, self._deep_tried * keep
+
+    def offered(self, counts: SequenceOf[float], num_worth: float) -> None:
+        """The levels of a proposed tree, and how many of its nodes were worth their rows."""
+        rate = self._rate
+        self.counts = [mine + rate * (its - mine) for mine, its in zip(self.counts, counts, strict=True)]
+        self.peak = max(self.peak * PEAK_FADING, num_worth)
+
+    def survival(self, tree: DraftTree) -> list[float]:
+        """Corrected survival of each node, never above its parent's."""
+        estimates, parents = tree.survival, tree.parents
+        if not parents:
+            return []
+        if not self._met:
+            self._meet(tree)
+        first, deeper = self.first, self.deeper
+        if not estimates:
+            return self._bare_survival(tree)
+        values: list[float] = []
+        for parent, estimate in zip(parents, estimates, strict=True):
+            if parent < 0:
+                value = estimate * first
+                values.append(value if value < 1.0 else 1.0)
+            else:
+                above = estimates[parent]
+                given = estimate / above * deeper if above else 0.0
+                values.append(values[parent] * given if given < 1.0 else values[parent])
+        return values
+
+    def _bare_survival(self, tree: DraftTree) -> list[float]:
+        first, deeper, parents = min(self.first, 1.0), min(self.deeper, 1.0), tree.parents
+        if parents == tuple(range(-1, len(parents) - 1)):
+            return list(accumulate(repeat(deeper, len(parents) - 1), mul, initial=first))
+        values: list[float] = []
+        for parent in parents:
+            values.append(first if parent < 0 else values[parent] * deeper)
+        return values
+
+
+class Probes:
+    """When a batch that drafts nothing tries one draft after all: at most every hundredth step, in the long run.
+
+    A probe that fails doubles the time to the next; one that succeeds is followed up at once, for a few steps.
+    """
+
+    PERIOD, MAX_PERIOD, MAX_RUN = 100, 800, 8  # steps
+
+    def __init__(self) -> None:
+        self._at = 0
+        self._period = self.PERIOD
+        self._run = 0
+
+    def due(self, step: int) -> bool:
+        return step >= self._at
+
+    def sent(self, step: int) -> None:
+        self._run += 1
+        self._at = step + max(self._period, self.PERIOD * self._run)
+
+    def came_back(self, step: int, accepted: bool) -> None:
+        if accepted and self._run < self.MAX_RUN:
+            self._at = step + 1
+            return
+        self._run = 0
+        self._period = min(2 * self._period, self.MAX_PERIOD)
+
+    def drafting(self, step: int) -> None:
+        """Drafts pay again, without probes."""
+        self._period, self._run, self._at = self.PERIOD, 0, step + self.PERIOD
