@@ -1,18 +1,118 @@
 """Block verification: the law of the answer is kept, its tokens are not.
 
 For chains at T > 0 whose drafter sampled from `draft_probs`; Sun et al., "Block Verification Accelerates Speculative
-Decoding" (ICLR 2025), in log space. The configuration refuses it while no drafter samples (`verification="block"`);
-its law is proven by enumeration (tests/test_block_law.py), and so is that its usual mistakes break it.
+Decoding" (ICLR 2025), in log space. How long a chain is must be settled before its first token is sampled, and every
+step needs noise that no earlier step has looked at. The law is proven by enumeration (tests/test_block_law.py), and so
+is that the usual mistakes break it; tests/test_block_engine.py has the same for what surrounds it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from specserve_kernels import PURPOSE_ACCEPTANCE, PURPOSE_DRAFT, PURPOSE_TARGET
+from torch import Tensor
+
+from specserve.proposal import DraftTree
+
+if TYPE_CHECKING:
+    from specserve_kernels import Ops
 
 Probs = NDArray[np.float64]
+DEPTH_SHIFT = 8
+
+
+@dataclass(frozen=True, slots=True)
+class SampledChain(DraftTree):
+    """A chain whose node i was sampled from `draft_probs[i]`, [draft vocabulary]: exactly that, in fp64.
+
+    `target_ids` int64 [draft vocabulary] are the target's ids of the draft's; None = the first of them. `survival` must
+    not tell anything of the sampled ids: by it the chain may be cut short.
+    """
+
+    draft_probs: tuple[Probs, ...] = field(default=(), compare=False)
+    target_ids: NDArray[np.int64] | None = field(default=None, compare=False)
+
+    def rows(self, vocab_size: int) -> Probs:
+        """`draft_probs` over the target's ids, [nodes, vocab]."""
+        rows = np.zeros((len(self), vocab_size))
+        for row, probs in zip(rows, self.draft_probs, strict=True):
+            row[slice(len(probs)) if self.target_ids is None else self.target_ids] = probs
+        return rows
+
+    def fault(self, vocab_size: int) -> str | None:
+        """Why this chain cannot be verified, or None if it can."""
+        found = DraftTree.fault(self, vocab_size)
+        if found is not None or not self.token_ids:
+            return found
+        if self.parents != tuple(range(-1, len(self) - 1)):
+            return "was sampled and is no chain"
+        if len(self.draft_probs) != len(self):
+            return f"has {len(self)} sampled nodes and {len(self.draft_probs)} distributions"
+        rows = self.rows(vocab_size)
+        sums, own = rows.sum(axis=1), rows[np.arange(len(self)), list(self.token_ids)]
+        wrong = ~(np.abs(sums - 1.0) < 1e-6) | (rows.min(axis=1) < 0.0) | ~(own > 0.0)
+        if not wrong.any():
+            return None
+        node = int(np.argmax(wrong))
+        return f"samples node {node} from what is no distribution with its id (sum {sums[node]}, its own {own[node]})"
+
+    def keep(self, nodes: Sequence[int]) -> SampledChain:
+        """The first nodes, with what they were sampled from."""
+        kept = DraftTree.keep(self, nodes)
+        probs = self.draft_probs[: len(kept)]
+        return SampledChain(kept.token_ids, kept.parents, kept.drafters, kept.survival, probs, self.target_ids)
+
+
+class StepKey(NamedTuple):
+    """What a step's noise is keyed by, next to its purpose: `draw_index` is that of the first token it yields."""
+
+    seed: int
+    choice: int
+    draw_index: int
+
+
+def draft_purpose(depth: int) -> int:
+    """Purpose of the noise that a node of this depth, 1 below the root, is sampled with at its own draw index.
+
+    Steps may draft one index again and again, each at another depth. What a step kept tells something of the noise of
+    all that it drafted, so the next step must have new noise there.
+    """
+    return PURPOSE_DRAFT + (depth << DEPTH_SHIFT)
+
+
+def _noise(key: StepKey, purpose: int, size: int, ops: Ops) -> NDArray[np.float32]:
+    seed = key.seed - (1 << 64) if key.seed >= 1 << 63 else key.seed
+    columns: list[Tensor] = [torch.tensor([value]) for value in (seed, key.draw_index, key.choice)]
+    return np.asarray(ops.noise(*columns, purpose, size)[0].numpy())
+
+
+def block_tokens(chain: SampledChain, target_probs: Probs, key: StepKey, ops: Ops) -> list[int]:
+    """The tokens that a step yields: as much of the chain as is kept, and the one after it.
+
+    That one is drawn with the target's noise of its draw index: no other step looks at it.
+
+    Args:
+        target_probs: [nodes + 1, vocab], processed, of the root's row and of each node's.
+    """
+    draft_probs = chain.rows(target_probs.shape[1])
+    weights = block_weights(chain.token_ids, target_probs, draft_probs)
+    noise = _noise(key, PURPOSE_ACCEPTANCE, len(weights), ops).astype(np.float64)
+    coins = np.exp(-np.exp(-noise))  # the uniforms behind the noise
+    length = block_length(block_acceptance(weights, target_probs, draft_probs), coins.tolist())
+    after = block_residual(length, weights, target_probs, draft_probs)
+    if length < len(chain):
+        after = after.copy()
+        after[chain.token_ids[length]] = 0.0  # so it is, but for rounding; the walk would take it for accepted
+    key = key._replace(draw_index=key.draw_index + length)
+    with np.errstate(divide="ignore"):
+        scores = np.log(after) + _noise(key, PURPOSE_TARGET, len(after), ops)
+    return [*chain.token_ids[:length], int(np.argmax(scores))]
 
 
 def block_weights(draft: Sequence[int], target_probs: Probs, draft_probs: Probs) -> Probs:

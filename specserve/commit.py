@@ -103,7 +103,12 @@ class Choice:
         return params.greedy and self.history is None and params.logprobs is None and not params.min_tokens
 
 
-def started(choice: Choice, numerics: str, prompt_logprobs: SequenceOf[TokenLogprobs | None] | None = None) -> Started:
+def started(
+    choice: Choice,
+    numerics: str,
+    verification: str,
+    prompt_logprobs: SequenceOf[TokenLogprobs | None] | None = None,
+) -> Started:
     """The first event of a request, told by the first choice that has a token."""
     sequence = choice.sequence
     return Started(
@@ -113,7 +118,7 @@ def started(choice: Choice, numerics: str, prompt_logprobs: SequenceOf[TokenLogp
         queue_ms=choice.times.queue_ms,
         seed=sequence.seed,
         numerics=numerics,
-        verification="coupled",
+        verification=verification,
         drafter=sequence.stats.drafter,
         prompt_logprobs=None if prompt_logprobs is None else tuple(prompt_logprobs),
     )

@@ -16,6 +16,7 @@ from specserve.errors import ConfigError
 
 DrafterName = Literal["off", "auto", "ngram", "suffix", "recycling", "prediction", "draft_model", "early_exit", "eagle"]
 DRAFTER_NAMES: tuple[str, ...] = get_args(DrafterName)
+SAMPLING_DRAFTERS = ("draft_model", "early_exit", "eagle")
 DTYPES = ("auto", "bfloat16", "float32")
 QUANTIZATIONS = ("int8",)
 KERNEL_BACKENDS = ("auto", "native", "torch", "reference")
@@ -132,9 +133,9 @@ class SpeculationConfig:
             f"verification is {self.verification!r}; allowed: coupled, block",
         )
         _require(
-            self.verification == "coupled",
-            "verification is 'block', which needs a drafter that samples from a distribution of its own; 'ngram'"
-            " proposes single tokens, for which coupled verification has the same law, and keeps the tokens too",
+            self.verification == "coupled" or self.drafter in SAMPLING_DRAFTERS,
+            "verification is 'block', which needs a drafter that samples from a distribution of its own:"
+            f" {', '.join(SAMPLING_DRAFTERS)}; drafter is {self.drafter!r}, and what it guesses is verified coupled",
         )
         _require(
             1 <= self.ngram_min <= self.ngram_max,

@@ -186,10 +186,14 @@ class Controller:
         for i, (plan, tree) in enumerate(zip(plans, trees, strict=True)):
             num_rows += plan.num_pending
             track = self._tracks.get(plan.sequence) if plan.node_cap else None
-            if track is None or track.fixed is not None or track.probing or FORCED in tree.drafters:
+            if track is None or track.fixed is not None or FORCED in tree.drafters:
                 num_rows += len(tree)
                 continue
             survivals = track.prospect.survival(tree)
+            if track.probing:
+                num_rows += len(tree)
+                self._note(track, survivals, len(tree))
+                continue
             price = plan.sequence.table.cached_len * costs.node_context + track.sampled * costs.sampled
             gain, price = 1.0 - self._rate * costs.accepted, self._rate * price
             asked.append((i, track, survivals))
@@ -203,10 +207,14 @@ class Controller:
             nodes = [node for node in range(len(survivals)) if first + node in kept]
             first += len(survivals)
             trees[i] = trees[i].keep(nodes) if len(nodes) < len(survivals) else trees[i]
-            counts = level_counts(survivals)
-            track.prospect.offered(counts, len(nodes))
-            track.shared.offered(counts, len(nodes))
+            self._note(track, survivals, len(nodes))
         return trees
+
+    @staticmethod
+    def _note(track: _Track, survivals: list[float], num_worth: int) -> None:
+        counts = level_counts(survivals)
+        for prospect in (track.prospect, track.shared):
+            prospect.offered(counts, num_worth, track.probing)
 
     def learn(self, sequence: Sequence, step: StepResult) -> None:
         """What the target made of a tree."""

@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from operator import mul
 
-from specserve.controller import Controller
+from specserve.config import SAMPLING_DRAFTERS, SpeculationConfig
+from specserve.controller import Controller, drafter_of
 from specserve.costs import StepLoad
 from specserve.metrics import EngineMetrics
 from specserve.proposal import EMPTY_TREE, Drafter, DraftRow, DraftTree, StepResult
@@ -21,7 +22,17 @@ from specserve.scheduler import PlannedRows
 from specserve.trace import StepTrace, Trace
 
 
-def view_of(sequence: Sequence) -> DraftRow:
+def verification_of(sequence: Sequence, config: SpeculationConfig) -> str:
+    """How a sequence's drafts are verified: "block" where that is asked for and its drafts are sampled chains.
+
+    Not at T = 0, where it is the same, and not under a grammar, which forces and prunes by the ids that were drafted.
+    """
+    params = sequence.request.params
+    sampled = not params.greedy and params.grammar is None and drafter_of(sequence, config) in SAMPLING_DRAFTERS
+    return config.verification if sampled else "coupled"
+
+
+def view_of(sequence: Sequence, samples: bool = False) -> DraftRow:
     """The sequence as its drafter sees it."""
     request = sequence.request
     return DraftRow(
@@ -36,6 +47,7 @@ def view_of(sequence: Sequence) -> DraftRow:
         pages=sequence.table.pages,
         prediction=request.speculation.prediction,
         epoch=sequence.num_preemptions,
+        samples=samples,
     )
 
 
@@ -107,7 +119,7 @@ class Drafting:
         asked = [i for i in group if self._starts(drafter, plans[i].sequence)]
         if not asked:
             return []
-        views, caps = [view_of(plans[i].sequence) for i in asked], [plans[i].node_cap for i in asked]
+        views, caps = [self._view_of(plans[i].sequence) for i in asked], [plans[i].node_cap for i in asked]
         try:
             proposed = drafter.propose(views, caps)
             if len(proposed) != len(asked):
@@ -116,6 +128,9 @@ class Drafting:
             self._lose([plans[i].sequence for i in asked], f"raised {type(exc).__name__}: {exc}")
             return []
         return [(i, self._checked(plans[i], tree)) for i, tree in zip(asked, proposed, strict=True)]
+
+    def _view_of(self, sequence: Sequence) -> DraftRow:
+        return view_of(sequence, samples=verification_of(sequence, self._controller.config) == "block")
 
     def _starts(self, drafter: Drafter, sequence: Sequence) -> bool:
         """Whether the drafter knows the sequence; one that it could not take up is not offered again."""

@@ -1,7 +1,9 @@
 """What every row of a step draws: greedy rows in one argmax, all others through the sampler, failures apart.
 
 A row that is not finite draws -1, which no child carries; a row where everything is excluded draws STUCK. If the
-sampler raises, every sequence is drawn alone with the same bits, and only the one at fault gets the error.
+sampler raises, every sequence is drawn alone with the same bits, and only the one at fault gets the error. Chains that
+were sampled are verified as blocks: their rows draw what is kept of the chain and the token after it, and the walk
+follows.
 """
 
 from __future__ import annotations
@@ -15,9 +17,11 @@ from numpy.typing import NDArray
 
 from specserve import commit
 from specserve.batch import Span, StepBatch
+from specserve.block import Probs, SampledChain, StepKey, block_tokens
 from specserve.commit import Choice
-from specserve.request import Sequence
-from specserve.sample import Draw, draw_tokens, largest_ids
+from specserve.processors import Floats
+from specserve.request import SamplingParams, Sequence
+from specserve.sample import STUCK, Draw, draw_tokens, largest_ids, processed, survivors
 
 if TYPE_CHECKING:
     from specserve_kernels import Ops
@@ -45,6 +49,9 @@ def draw_step(
 ) -> dict[Sequence, Drawn]:
     """Draw a token at every row that may need one; `masks` are what grammars allow, [1 + nodes, vocab]."""
     drawn = _draw_greedy(step, result, choice_of)
+    for span in step.spans:
+        if isinstance(span.tree, SampledChain) and span.tree.token_ids:
+            drawn[span.sequence] = _draw_block(span, span.tree, choice_of(span.sequence), result, ops)
     draws = {
         span.sequence: _draws_of(span, choice_of(span.sequence), masks.get(span.sequence))
         for span in step.spans
@@ -85,6 +92,51 @@ def _draw_greedy(step: StepBatch, result: ForwardResult, choice_of: ChoiceOf) ->
         ids = ids if all(rows) else [token_id if ok else -1 for token_id, ok in zip(ids, rows, strict=True)]
         drawn[span.sequence] = Drawn([], ids * (span.sequence.num_siblings + 1))
     return drawn
+
+
+def target_probs(logits: Floats, params: SamplingParams) -> Probs:
+    """The law of one draw at T > 0: softmax of what truncation leaves of a row of processed logits, [vocab]."""
+    ids, scaled = survivors(logits, params)
+    wide = scaled.astype(np.float64)
+    weights: Probs = np.exp(wide - wide.max())
+    if ids is not None:
+        kept, weights = weights[ids], np.zeros_like(weights)
+        weights[ids] = kept
+    return weights / weights.sum()
+
+
+def _draw_block(span: Span, chain: SampledChain, choice: Choice, result: ForwardResult, ops: Ops) -> Drawn:
+    """Rows behind the token after the kept ones draw nothing, -1."""
+    draws = _draws_of(span, choice, None)
+    try:
+        root = draws[0]
+        probs, unusable = _block_probs(draws, result.finite[span.first + span.num_pending - 1 :], result, chain)
+        tokens = block_tokens(chain, probs, StepKey(root.seed, root.choice, root.draw_index), ops)
+        ids = [*tokens, *[-1] * (len(draws) - len(tokens))]
+        return Drawn(draws, [unusable.get(row, token_id) for row, token_id in enumerate(ids)])
+    except Exception as exc:
+        return Drawn(draws, [-1] * len(draws), exc)
+
+
+def _block_probs(
+    draws: list[Draw], finite: list[bool], result: ForwardResult, chain: SampledChain
+) -> tuple[Probs, dict[int, int]]:
+    """Each row's law, [rows, vocab], and what rows draw that have none.
+
+    Such a row is given the drafter's law: whatever follows it is not kept, and the ids before it keep theirs.
+    """
+    raw = result.logits.numpy()
+    probs = np.zeros((len(draws), raw.shape[1]))
+    probs[:-1] = chain.rows(raw.shape[1])
+    probs[-1] = probs[-2]
+    unusable = {}
+    for row, draw in enumerate(draws):
+        logits = processed(raw[draw.row], draw) if finite[row] else None
+        if logits is None or logits.max() == -np.inf:
+            unusable[row] = -1 if logits is None else STUCK
+        else:
+            probs[row] = target_probs(logits, draw.params)
+    return probs, unusable
 
 
 def _draws_of(span: Span, choice: Choice, masks: NDArray[np.bool_] | None) -> list[Draw]:

@@ -24,7 +24,7 @@ from specserve.commit import Choice, Cut, Times
 from specserve.config import EngineConfig, ModelLimits
 from specserve.constraint import with_forced
 from specserve.controller import Controller, drafter_of
-from specserve.drafting import Drafting
+from specserve.drafting import Drafting, verification_of
 from specserve.drawing import Drawn, draw_step
 from specserve.errors import (
     Cancelled,
@@ -420,7 +420,8 @@ class Engine:
         self.metrics.num_output_tokens += len(kept.token_ids)
         if not active.started:
             active.started = True
-            self._events.append(commit.started(choice, self.config.numerics, active.prompt_logprobs))
+            rule = verification_of(sequence, self.config.speculation)
+            self._events.append(commit.started(choice, self.config.numerics, rule, active.prompt_logprobs))
         self._events.append(commit.delta(choice, kept, num_drafted, logprobs, now))
         if kept.reason is not None:
             self._finish(active, choice, kept, now)

@@ -110,6 +110,7 @@ class DraftRow(NamedTuple):
     `pages` hold slots [0, cached_len) and, in `propose`, the slots of the root and of as many nodes as its cap allows.
     `salt` "" = it shares nothing with other sequences. `prediction`: tokens that the caller expects in the answer.
     `epoch` changes when the sequence was preempted: its pages are others now, and hold nothing of a drafter's layers.
+    `samples`: its draft is to be a chain that was sampled, with what from (specserve/block.py).
     """
 
     sequence_id: str
@@ -123,6 +124,7 @@ class DraftRow(NamedTuple):
     pages: SequenceOf[int] = ()
     prediction: SequenceOf[int] = ()
     epoch: int = 0
+    samples: bool = False
 
 
 class StepResult(NamedTuple):

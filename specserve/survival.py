@@ -25,6 +25,7 @@ OPTIMISTIC_NODES = 8
 PRIOR_WEIGHT, OWN_PRIOR_WEIGHT = 3.0, 8.0  # in estimated acceptances
 SHARED_FADING, OWN_FADING = 0.99, 0.95  # of evidence, by each tree
 SHARED_RATE, OWN_RATE = 0.02, 0.15  # of averages, by each tree
+PROBE_RATE = 0.2
 PEAK_FADING = 0.9
 
 
@@ -124,9 +125,9 @@ class Prospect:
         self._hits, self._tried = self._hits * keep, self._tried * keep
         self._deep_hits, self._deep_tried = self._deep_hits * keep, self._deep_tried * keep
 
-    def offered(self, counts: SequenceOf[float], num_worth: float) -> None:
-        """The levels of a proposed tree, and how many of its nodes were worth their rows."""
-        rate = self._rate
+    def offered(self, counts: SequenceOf[float], num_worth: float, probe: bool = False) -> None:
+        """The levels of a proposed tree, and how many of its nodes were worth their rows; a probe weighs more."""
+        rate = max(self._rate, PROBE_RATE) if probe else self._rate
         self.counts = [mine + rate * (its - mine) for mine, its in zip(self.counts, counts, strict=True)]
         self.peak = max(self.peak * PEAK_FADING, num_worth)
 
@@ -162,32 +163,36 @@ class Prospect:
 
 
 class Probes:
-    """When a batch that drafts nothing tries one draft after all: at most every hundredth step, in the long run.
+    """When a batch that drafts nothing tries a draft after all: in the long run at most every hundredth step.
 
-    A probe that fails doubles the time to the next; one that succeeds is followed up at once, for a few steps.
+    A first probe that fails doubles the time to the next. As long as at least half of them succeed they go on, step
+    after step, and what they took is waited for afterwards.
     """
 
-    PERIOD, MAX_PERIOD, MAX_RUN = 100, 800, 8  # steps
+    PERIOD, MAX_PERIOD, MAX_RUN = 100, 800, 16  # steps
 
     def __init__(self) -> None:
         self._at = 0
         self._period = self.PERIOD
-        self._run = 0
+        self._sent = self._accepted = 0  # in this run
 
     def due(self, step: int) -> bool:
         return step >= self._at
 
     def sent(self, step: int) -> None:
-        self._run += 1
-        self._at = step + max(self._period, self.PERIOD * self._run)
+        self._sent += 1
+        self._at = step + max(self._period, self.PERIOD * self._sent)
 
     def came_back(self, step: int, accepted: bool) -> None:
-        if accepted and self._run < self.MAX_RUN:
-            self._at = step + 1
+        self._accepted += accepted
+        if 2 * self._accepted >= self._sent and self._sent < self.MAX_RUN:
+            self._period, self._at = self.PERIOD, step + 1
             return
-        self._run = 0
-        self._period = min(2 * self._period, self.MAX_PERIOD)
+        if not self._accepted:
+            self._period = min(2 * self._period, self.MAX_PERIOD)
+        self._sent = self._accepted = 0
 
     def drafting(self, step: int) -> None:
         """Drafts pay again, without probes."""
-        self._period, self._run, self._at = self.PERIOD, 0, step + self.PERIOD
+        self._period, self._at = self.PERIOD, step + self.PERIOD
+        self._sent = self._accepted = 0

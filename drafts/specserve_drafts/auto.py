@@ -83,12 +83,14 @@ class AutoDrafter:
                 return [found for i in asked for found in self._ask(part, rows, caps, [i])]
             self._mute(part, rows[asked[0]])
             return []
-        return [(i, tree) for i, tree in zip(asked, trees, strict=True) if len(tree) and self._usable(tree)]
+        return [(i, tree) for i, tree in zip(asked, trees, strict=True) if self._usable(tree)]
 
     def _usable(self, tree: DraftTree) -> bool:
-        """Whether it can be verified and compared with others."""
+        """Whether it has nodes that can be verified and compared with others."""
         try:
-            usable = tree.fault(self._vocab_size) is None and bool(tree.survival)
+            if not len(tree):
+                return False
+            usable = tree.fault(self._vocab_size) is None and len(tree.survival) > 0
         except Exception:
             usable = False
         self.num_faults += not usable

@@ -35,7 +35,7 @@ class Sprout(NamedTuple):
 
 
 class _Claim:
-    """A token that may follow a node: how likely, who said so first, and the nodes that stand for it in the trees."""
+    """A token that may follow a node: how likely, who said so first, and where it stands in the trees."""
 
     __slots__ = ("chance", "drafter", "places")
 
@@ -45,19 +45,13 @@ class _Claim:
         self.places = places
 
 
-class _Branch(NamedTuple):
-    """A node that may join the tree; the order is by survival, best first, then by age."""
-
-    minus_survival: float
-    age: int
-    parent: int
-    previous: int  # its parent's token
-    token_id: int
-    claim: _Claim
+# a node that may join the tree: (-survival, age, parent, its parent's token, its token, its drafter, its places);
+# plain tuples, since a tree of 15 nodes is chosen from some 60 of them
+_Branch = tuple[float, int, int, int, int, str, Places]
 
 
 class _Growth:
-    """What may still join the tree. `trees` carry estimates of survival."""
+    """What may still join the tree, best first. `trees` carry estimates of survival."""
 
     def __init__(self, trees: Sequence[DraftTree], sprout: Sprout | None) -> None:
         self.branches: list[_Branch] = []
@@ -68,18 +62,22 @@ class _Growth:
 
     def open(self, parent: int, previous: int, token_id: int, survival: float, places: Places) -> None:
         """Let what anybody says may follow a node compete; `places` are where it stands in the trees."""
-        claims = self._claims(places)
-        if self._sprout is not None:
-            for token, chance in self._sprout.successors(previous, token_id):
+        sprout, branches, age = self._sprout, self.branches, self._age
+        claims = self._claims(places) if places else {}
+        if sprout is not None:
+            drafter = sprout.drafter
+            for token, chance in sprout.successors(previous, token_id):
                 claim = claims.get(token)
-                if claim is None:
-                    if survival * chance >= LEAST_SURVIVAL:
-                        claims[token] = _Claim(chance, self._sprout.drafter, [])
-                elif chance > claim.chance:
-                    claim.chance = chance
+                if claim is not None:
+                    claim.chance = max(claim.chance, chance)
+                elif survival * chance >= LEAST_SURVIVAL:
+                    age += 1
+                    heappush(branches, (-survival * chance, age, parent, token_id, token, drafter, ()))
         for token, claim in claims.items():
-            heappush(self.branches, _Branch(-survival * claim.chance, self._age, parent, token_id, token, claim))
-            self._age += 1
+            age += 1
+            minus_survival = -survival * claim.chance
+            heappush(branches, (minus_survival, age, parent, token_id, token, claim.drafter, claim.places))
+        self._age = age
 
     def _claims(self, places: Places) -> dict[int, _Claim]:
         """What the trees say may follow a node, by token."""
@@ -123,12 +121,12 @@ def merge(trees: Sequence[DraftTree], cap: int, sprout: Sprout | None = None) ->
     previous, root = (sprout.previous, sprout.root) if sprout is not None else (-1, -1)
     growth.open(-1, previous, root, 1.0, [(index, -1) for index in range(len(trees))])
     while growth.branches and len(token_ids) < cap:
-        minus_survival, _, parent, previous, token_id, claim = heappop(growth.branches)
+        minus_survival, _, parent, previous, token_id, drafter, places = heappop(growth.branches)
         node = len(token_ids)
         token_ids.append(token_id)
         parents.append(parent)
-        drafters.append(claim.drafter)
+        drafters.append(drafter)
         survival.append(-minus_survival)
         if node + 1 < cap:
-            growth.open(node, previous, token_id, -minus_survival, claim.places)
+            growth.open(node, previous, token_id, -minus_survival, places)
     return DraftTree(tuple(token_ids), tuple(parents), tuple(drafters), tuple(survival))

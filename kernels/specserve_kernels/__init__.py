@@ -22,11 +22,13 @@ from specserve_kernels.ops import (
 
 PURPOSE_TARGET = 0
 PURPOSE_DRAFT = 1
+PURPOSE_ACCEPTANCE = 2
 
 BACKENDS = ("auto", "native", "reference", "torch")
 
 __all__ = [
     "BACKENDS",
+    "PURPOSE_ACCEPTANCE",
     "PURPOSE_DRAFT",
     "PURPOSE_TARGET",
     "QUANTIZATIONS",

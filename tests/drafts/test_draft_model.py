@@ -378,10 +378,16 @@ def test_padded_vocabularies(
 
 
 def test_by_name(target_folder: Path, near_folder: Path, target: Decoder) -> None:
+    item = request("named", "sampled", prompt(2, 20))
+    harness = EngineHarness(target_folder, "draft_model", draft_model=str(target_folder), num_draft_tokens=1)
+    run = harness.run([item])
+    drafted, accepted = totals(harness, run)
+    assert accepted == drafted > 10
+    assert run.finished["named/0"].speculation.drafter == "draft_model"
+    assert run.answers == EngineHarness(target_folder).run([item]).answers
     forward = CpuRunner(target, target.ops, 8, PAGE, target_folder)
-    drafter = make_drafter("draft_model", SpeculationConfig(draft_model=str(near_folder)), forward)
-    assert isinstance(drafter, DraftModelDrafter)
-    assert drafter.name == "draft_model"
+    with pytest.raises(ValueError, match="draft_model"):
+        make_drafter("draft_model", SpeculationConfig(), forward)
     with pytest.raises(ValueError, match="draft_model"):
         make_drafter("draft_model", SpeculationConfig(draft_model=str(near_folder)), None)
 

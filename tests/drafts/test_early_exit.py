@@ -94,6 +94,16 @@ def test_it_drafts_up_to_the_end_of_the_context(tiny_llama: Callable[..., Path])
     assert accepted == drafted >= 20
 
 
+def test_by_name(folder: Path) -> None:
+    item = request("named", "sampled", prompt(2, 20))
+    harness = EngineHarness(folder, "early_exit", early_exit_layers=LAYERS, num_draft_tokens=1)
+    run = harness.run([item])
+    drafted, accepted = totals(harness, run)
+    assert accepted == drafted > 10
+    assert run.finished["named/0"].speculation.drafter == "early_exit"
+    assert run.answers == EngineHarness(folder).run([item]).answers
+
+
 def test_how_many_layers(folder: Path) -> None:
     harness = EngineHarness(folder, "ngram")
     forward: Any = harness.engine._runner

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from cells import MODES, SITUATIONS, prompt, request
+from cells import MODES, SITUATIONS, request
 from driving import row
 from harness import EngineHarness, sharpen
 from hypothesis import given
@@ -64,10 +64,9 @@ class Language:
 # ---- trees ----------------------------------------------------------------------------------------------------------
 
 
-def told(drafter: RecyclingDrafter, tokens: Sequence[int], tree: DraftTree, tops: Sequence[Sequence[int]], **f: Any) -> None:
-    """The target verified a tree below the last token and accepted nothing; its draw is not in any list."""
-    result = StepResult(tree, (), (VOCAB - 1,), [VOCAB - 1, *[-1] * len(tree)], tops)
-    drafter.observe(row([*tokens, VOCAB - 1], 2, **f), result)
+def told(drafter: RecyclingDrafter, tokens: Sequence[int], ids: Sequence[int]) -> None:
+    """The target thought of these ids after the last token, and drew another one."""
+    drafter.observe(row([*tokens, VOCAB - 1], 2), StepResult(DraftTree(), (), (VOCAB - 1,), [VOCAB - 1], [ids]))
 
 
 def best_of(drafter: RecyclingDrafter, tokens: Sequence[int], **fields: Any) -> list[int]:
@@ -82,9 +81,9 @@ def test_a_pair_goes_before_its_token_and_that_before_what_was_shipped() -> None
     drafter = RecyclingDrafter(shipped=shipped)
     drafter.start(row([4, 5], 2))
     assert best_of(drafter, [4, 5]) == [6, 7] and best_of(drafter, [4, 6]) == []
-    told(drafter, [3, 5], DraftTree(), [[10, 11, 12]])
+    told(drafter, [3, 5], [10, 11, 12])
     assert best_of(drafter, [4, 5]) == [10, 11, 12]
-    told(drafter, [4, 5], DraftTree(), [[13, 14]])
+    told(drafter, [4, 5], [13, 14])
     assert best_of(drafter, [4, 5]) == [13, 14]
     assert best_of(drafter, [3, 5]) == [10, 11, 12]
     assert best_of(drafter, [2, 5]) == [13, 14]
@@ -339,31 +338,23 @@ def test_on_equals_off(folder: Path, situation: str, mode: str) -> None:
     assert sum(s.num_draft_tokens for s in told) > sum(s.num_accepted_tokens for s in told) > 0
 
 
-def test_what_is_read_of_a_prompt_is_what_the_target_thought_there(folder: Path) -> None:
-    asked = request("r", "greedy", tuple(range(30, 60)), max_tokens=4, prompt_logprobs=8)
-    [*_, end] = (harness := EngineHarness(folder, "recycling", num_draft_tokens=5)).run([asked]).finished.values()
-    assert end is not None
-    harness = EngineHarness(folder, "recycling", num_draft_tokens=5)
-    drafter: Any = harness.engine.drafting.drafters["recycling"]
-    read: list[Any] = []
+def test_what_is_read_of_a_prompt_is_what_the_target_thought_there(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: dict[int, list[int]] = {}  # first successors seen of each token
     put = recycling.Table.put
 
     def watched(self: Any, previous: int, token_id: int, ids: Sequence[int], owner: str) -> None:
-        read.append((previous, token_id, list(ids)))
+        read.setdefault(token_id, list(ids))
         put(self, previous, token_id, ids, owner)
 
-    recycling.Table.put = watched  # type: ignore[method-assign]
-    try:
-        run = harness.run([asked])
-    finally:
-        recycling.Table.put = put  # type: ignore[method-assign]
-    assert drafter is not None
-    prompt_logprobs = run.started["r"].prompt_logprobs
-    assert prompt_logprobs is not None
-    by_token = {token_id: ids for _, token_id, ids in read[:30]}
-    for position in range(29):
-        told = prompt_logprobs[position + 1]
-        assert told is not None and by_token[30 + position] == list(told.top_ids)
+    monkeypatch.setattr(recycling.Table, "put", watched)
+    asked = request("r", "greedy", tuple(range(30, 60)), max_tokens=4, prompt_logprobs=8)
+    run = EngineHarness(folder, "recycling", num_draft_tokens=5).run([asked])
+    reported = run.started["r"].prompt_logprobs
+    assert reported is not None
+    for token_id, told in zip(range(30, 59), reported[1:], strict=True):
+        assert told is not None and read[token_id] == list(told.top_ids)
 
 
 def test_hidden_states_are_kept_only_where_prompts_are_read(folder: Path) -> None:

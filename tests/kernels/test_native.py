@@ -272,6 +272,18 @@ def test_a_large_top_k_is_exactly_k(best: native.NativeOps) -> None:
     assert ids.unique().tolist() == list(range(top_k))
 
 
+def test_attention_has_the_same_bits_on_any_number_of_threads(ops: native.NativeOps, dtype: torch.dtype) -> None:
+    """However many threads share a sequence's splits, and wherever its rows are cut into blocks and clusters."""
+    chunk_rows = [Row(0, 701 + index) for index in range(60)]
+    tree = [Row(1, 390, tuple(range(392, 392 + depth))) for depth in range(12)]
+    decode = [Row(2 + index, 1 + 97 * index) for index in range(9)]
+    case = build_case(Shape(9, 3, 64, 16), [*chunk_rows, *tree, *decode], dtype)
+    alone = torch.cat([case.select([index]).run(ops) for index in range(0, len(case.rows), 8)])
+    for threads in (1, 2, 3, 8):
+        torch.set_num_threads(threads)
+        assert same(case.run(ops)[::8].contiguous(), alone)
+
+
 @dataclass(frozen=True)
 class Layer:
     """One layer of a small decoder."""

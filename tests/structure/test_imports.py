@@ -19,7 +19,7 @@ TABLE: dict[str, frozenset[str]] = {
     "specserve_kernels": frozenset({TORCH}),
     "processors": PURE_ROWS,
     "sample": PURE_ROWS | {"processors", "specserve_kernels", "grammar", TORCH},
-    "block": frozenset(),
+    "block": PURE_ROWS | {"specserve_kernels", TORCH},
     "verify": PURE_ROWS | {"specserve_kernels", TORCH},
     "batch": PURE_ROWS | {"specserve_kernels", "grammar", TORCH},
     "grammar": PURE_ROWS | {TORCH},
@@ -33,8 +33,9 @@ TABLE: dict[str, frozenset[str]] = {
     "models": frozenset({"config", "errors", "specserve_kernels", TORCH}),
     "runner": PURE_ROWS | {"batch", "models", "specserve_kernels", TORCH},
     "forward": frozenset({"models", "specserve_kernels", TORCH}),
-    "specserve_drafts": PURE_ROWS | {"batch", "forward", "sample", "models", "grammar", "specserve_kernels", TORCH},
-    "drawing": PURE_ROWS | {"batch", "sample", "commit"},
+    "specserve_drafts": PURE_ROWS
+    | {"batch", "block", "forward", "sample", "models", "grammar", "specserve_kernels", TORCH},
+    "drawing": PURE_ROWS | {"batch", "block", "processors", "sample", "commit"},
     "engine": PURE_ROWS
     | {"batch", "processors", "sample", "logprobs", "drawing", "verify", "answertext", "commit", "drafting", "grammar"}
     | {"metrics", "trace"},

@@ -28,7 +28,7 @@ UNITS_X86: dict[str, list[str]] = {
     "plain": [],
     "avx512": AVX512,
     "vnni": [*AVX512, "-mavx512vnni"],
-    "amx": [*AVX512, "-mamx-tile", "-mamx-bf16", "-mamx-int8"],
+    "amx": [*AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16", "-mamx-int8"],
     "dispatch": ["-DSPEC_X86"],
 }
 

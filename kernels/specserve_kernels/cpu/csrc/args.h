@@ -18,6 +18,7 @@ struct Gemm {
   int out_type;  // of y
   int accumulate;
   const float* x_scale = nullptr;  // int8 only: one a row; x is then what `quantize` wrote
+  int64_t y_stride = 0;            // elements from a row of y to the next; 0: n
 };
 
 struct AttentionArgs {
@@ -37,12 +38,21 @@ struct Block {
   int64_t keys;                    // positions that the farthest row sees
 };
 
-// What one split of positions gives for one block: 16 lanes of maximum, sum and unnormalised output.
+// What is computed at once: one split of positions, for one kv head and all blocks of a cluster, which are of one
+// sequence, so that its K and V are fetched and prepared once for all of them.
+struct Piece {
+  const Block* blocks;
+  int64_t count, kv_head, split;
+};
+
+// What one split of positions gives for one block: 16 lanes of maximum, sum and unnormalised output, side by side.
 struct Partial {
   float* max;
   float* sum;
   float* out;
 };
+inline int64_t partial_floats(int64_t dim) { return 32 + 16 * dim; }
+inline Partial partial_at(float* p) { return Partial{p, p + 16, p + 32}; }
 
 struct LayerArgs {
   const void *attention_norm, *qkv, *output, *mlp_norm, *gate_up, *down;  // matrices packed
@@ -100,9 +110,13 @@ struct Kernels {
   // x rows are x_stride elements apart, y rows y_stride apart
   void (*rope)(const void* x, const int64_t* positions, const float* table, void* y, int64_t rows, int64_t heads,
                int64_t dim, int64_t x_stride, int64_t y_stride, int type, int tid, int nth);
-  void (*silu_mul)(const void* x, void* y, int64_t rows, int64_t inner, int type, int tid, int nth);
+  // columns [from, to) of all rows
+  void (*silu_mul)(const void* x, void* y, int64_t rows, int64_t inner, int64_t from, int64_t to, int type);
   size_t (*attention_scratch)(const AttentionArgs&);
-  void (*attention_split)(const AttentionArgs&, const Block&, int64_t kv_head, int64_t split, char* scratch, Partial);
+  // before the first piece of a cluster that a thread computes
+  void (*attention_begin)(const AttentionArgs&, const Block* blocks, int64_t count, char* scratch);
+  // one Partial after the other, for those blocks that see the split; `next` (or null) is only prefetched
+  void (*attention_split)(const AttentionArgs&, const Piece&, const Piece* next, char* scratch, float* partials);
   void (*attention_merge)(const AttentionArgs&, const Block&, float* state, const Partial&, bool first);
   void (*attention_store)(const AttentionArgs&, const Block&, int64_t kv_head, const float* state);
   void (*noise)(int64_t seed, int64_t draw, int64_t choice, int64_t purpose, int64_t vocab, float* out);
@@ -110,6 +124,7 @@ struct Kernels {
 };
 
 constexpr int64_t kSplit = 128;  // S: positions of one split of attention
+constexpr int64_t kCluster = 8;  // blocks of one sequence that share a piece, at most
 constexpr int64_t kPanel = 32;   // outputs of one panel of a packed weight
 constexpr int64_t kInt8Header = 256;
 inline int64_t int8_panel_bytes(int64_t k) { return kInt8Header + (k + 63) / 64 * 64 * kPanel; }

@@ -82,19 +82,42 @@ static int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // ----------------------------------------------------------------------------------------- attention
 
-// Which rows go together, and whether a unit of work is a whole block or one split of it. The latter is scheduling:
-// both ways the same functions give the same partials to the same merges in the same order.
-struct AttentionPlan {
-  std::vector<Block> blocks;
-  std::vector<int64_t> first_split;  // of each block, in units
-  int64_t splits = 0;
-  bool by_split = false;
-  size_t scratch = 0, partial = 0;  // bytes, floats
-  std::vector<float> partials;
+// A cluster is up to kCluster blocks of one sequence; its pieces lie side by side, splits in order and kv heads within,
+// so that a page is read once, by one thread, with all its heads. Threads take equal shares of all pieces by their cost.
+// That is scheduling: the same functions give the same partials to the same merges in the same order.
+struct Cluster {
+  const Block* blocks;
+  int64_t count, first, last;  // pieces [first, last)
+  int64_t folded;              // so many are merged as they come, by the thread that has the first
+  int64_t shared;              // where states and the other partials are in `shared`; -1: one thread has all pieces
 };
 
-static AttentionPlan plan_attention(const Kernels* kernels, const AttentionArgs& a, int threads) {
-  AttentionPlan plan;
+struct AttentionPlan {
+  std::vector<Block> blocks;
+  std::vector<Piece> pieces;
+  std::vector<Cluster> clusters;
+  std::vector<int64_t> begin;  // thread t has pieces [begin[t], begin[t + 1])
+  std::vector<float> shared;
+  int64_t partial = 0;  // floats
+  size_t local = 0, scratch = 0;  // floats of states and partials of a cluster of one's own, bytes
+  bool cut = false;
+};
+
+// In 16 keys of one block or thereabouts; rows whose tail is in the split go over it one by one.
+static int64_t piece_cost(const AttentionArgs& a, const Piece& piece) {
+  const int64_t p0 = piece.split * kSplit;
+  int64_t cost = 8;
+  for (int64_t i = 0; i < piece.count; i++) {
+    const Block& b = piece.blocks[i];
+    const int64_t groups = ceil_div(std::min(kSplit, std::max<int64_t>(b.keys - p0, 0)), 16) + 2;
+    cost += groups;
+    for (int64_t r = b.row; r < b.row + b.rows; r++)
+      if (a.tail_len[r] && a.prefix_len[r] < p0 + kSplit && a.prefix_len[r] + a.tail_len[r] > p0) cost += groups;
+  }
+  return cost;
+}
+
+static void plan_blocks(AttentionPlan& plan, const AttentionArgs& a) {
   const int64_t group = a.heads / a.kv_heads, rows = group >= 16 ? 1 : 16 / group;
   for (int64_t r = 0; r < a.rows;) {
     int64_t n = 1, keys = a.prefix_len[r] + a.tail_len[r];
@@ -107,50 +130,102 @@ static AttentionPlan plan_attention(const Kernels* kernels, const AttentionArgs&
       plan.blocks.push_back(Block{r, n, h, group - h < 16 ? group - h : 16, keys});
     r += n;
   }
-  for (const Block& b : plan.blocks) {
-    plan.first_split.push_back(plan.splits);
-    plan.splits += ceil_div(b.keys, kSplit);
+}
+
+static AttentionPlan plan_attention(const Kernels* kernels, const AttentionArgs& a, int threads) {
+  AttentionPlan plan;
+  plan_blocks(plan, a);
+  const int64_t most = std::max<int64_t>(1, std::min(kCluster, 32 / a.kv_heads));  // states stay in L2
+  std::vector<int64_t> before{0};  // the cost of all pieces before each
+  for (size_t i = 0; i < plan.blocks.size();) {
+    const Block* blocks = &plan.blocks[i];
+    int64_t count = 0, keys = 0;
+    for (; i < plan.blocks.size() && count < most && a.sequence[plan.blocks[i].row] == a.sequence[blocks->row]; i++) {
+      keys = std::max(keys, plan.blocks[i].keys);
+      count++;
+    }
+    const int64_t first = plan.pieces.size();
+    for (int64_t s = 0; s * kSplit < keys; s++)
+      for (int64_t h = 0; h < a.kv_heads; h++) {
+        plan.pieces.push_back(Piece{blocks, count, h, s});
+        before.push_back(before.back() + piece_cost(a, plan.pieces.back()));
+      }
+    plan.clusters.push_back(Cluster{blocks, count, first, (int64_t)plan.pieces.size(), 0, -1});
   }
-  plan.by_split = (int64_t)plan.blocks.size() * a.kv_heads < 8 * threads;
+  for (int t = 0; t <= threads; t++)
+    plan.begin.push_back(std::lower_bound(before.begin(), before.end(), before.back() * t / threads) - before.begin());
+  plan.partial = partial_floats(a.dim);
+  int64_t shared = 0;
+  for (Cluster& c : plan.clusters) {
+    const int64_t end = *std::upper_bound(plan.begin.begin(), plan.begin.end() - 1, c.first);
+    if (end >= c.last) continue;
+    c.folded = end - c.first;
+    c.shared = shared;
+    shared += (a.kv_heads + c.last - end) * c.count * plan.partial;
+    plan.cut = true;
+  }
+  plan.shared.resize(shared + 16);
+  plan.local = (size_t)(plan.partial * most * (a.kv_heads + 1));
   plan.scratch = kernels->attention_scratch(a);
-  plan.partial = 32 + 16 * (size_t)a.dim;
-  if (plan.by_split) plan.partials.resize(plan.partial * (plan.splits * a.kv_heads) + 16);
   return plan;
 }
 
 static float* aligned(std::vector<float>& v) { return (float*)(((uintptr_t)v.data() + 63) & ~(uintptr_t)63); }
 
-static Partial partial_at(float* p) { return Partial{p, p + 16, p + 32}; }
+// one partial of each block into its state
+static void merge_piece(const AttentionArgs& a, const AttentionPlan& plan, const Kernels* k, const Piece& piece,
+                        float* partials, float* states) {
+  for (int64_t i = 0; i < piece.count; i++)
+    if (piece.split * kSplit < piece.blocks[i].keys)
+      k->attention_merge(a, piece.blocks[i], states + (piece.kv_head * piece.count + i) * plan.partial,
+                         partial_at(partials + i * plan.partial), piece.split == 0);
+}
 
-static void attention_whole(const AttentionArgs& a, const AttentionPlan& plan, Team team, char* scratch, float* state) {
-  const int64_t blocks = plan.blocks.size();
-  for (int64_t u = team.tid; u < blocks * a.kv_heads; u += team.nth) {
-    const Block& b = plan.blocks[u % blocks];
-    const int64_t kv_head = u / blocks;
-    const Partial p = partial_at(state + plan.partial);
-    for (int64_t s = 0; s * kSplit < b.keys; s++) {
-      team.kernels->attention_split(a, b, kv_head, s, scratch, p);
-      team.kernels->attention_merge(a, b, state, p, s == 0);
+static void attend_pieces(const AttentionArgs& a, AttentionPlan& plan, const Kernels* k, int64_t from, int64_t to,
+                          float* local, char* scratch) {
+  float* shared = aligned(plan.shared);
+  size_t c = 0;
+  while (c < plan.clusters.size() && plan.clusters[c].last <= from) c++;
+  for (; c < plan.clusters.size() && plan.clusters[c].first < to; c++) {
+    const Cluster& cluster = plan.clusters[c];
+    const int64_t size = cluster.count * plan.partial;
+    float* states = cluster.shared < 0 ? local : shared + cluster.shared;
+    float* own = local + size * a.kv_heads;
+    k->attention_begin(a, cluster.blocks, cluster.count, scratch);
+    for (int64_t p = std::max(from, cluster.first); p < std::min(to, cluster.last); p++) {
+      const int64_t apart = p - cluster.first - cluster.folded;
+      const bool merged = cluster.shared < 0 || apart < 0;
+      float* partials = merged ? own : states + (a.kv_heads + apart) * size;
+      k->attention_split(a, plan.pieces[p], p + 1 < to ? &plan.pieces[p + 1] : nullptr, scratch, partials);
+      if (merged) merge_piece(a, plan, k, plan.pieces[p], partials, states);
     }
-    team.kernels->attention_store(a, b, kv_head, state);
+    if (cluster.shared >= 0) continue;
+    for (int64_t h = 0; h < a.kv_heads; h++)
+      for (int64_t i = 0; i < cluster.count; i++)
+        k->attention_store(a, cluster.blocks[i], h, states + h * size + i * plan.partial);
   }
 }
 
-static void attention_by_split(const AttentionArgs& a, AttentionPlan& plan, Team team, char* scratch, float* state) {
-  float* partials = aligned(plan.partials);
-  const int64_t blocks = plan.blocks.size();
+// what several threads computed of one cluster
+static void finish_cut_clusters(const AttentionArgs& a, AttentionPlan& plan, Team team) {
   int64_t unit = 0;
-  for (int64_t h = 0; h < a.kv_heads; h++)
-    for (int64_t i = 0; i < blocks; i++)
-      for (int64_t s = 0; s * kSplit < plan.blocks[i].keys; s++, unit++)
-        if (unit % team.nth == team.tid)
-          team.kernels->attention_split(a, plan.blocks[i], h, s, scratch, partial_at(partials + unit * plan.partial));
-  team.barrier->wait();
-  for (int64_t u = team.tid; u < blocks * a.kv_heads; u += team.nth) {
-    const int64_t h = u / blocks, i = u % blocks, first = h * plan.splits + plan.first_split[i];
-    for (int64_t s = 0; s * kSplit < plan.blocks[i].keys; s++)
-      team.kernels->attention_merge(a, plan.blocks[i], state, partial_at(partials + (first + s) * plan.partial), s == 0);
-    team.kernels->attention_store(a, plan.blocks[i], h, state);
+  for (const Cluster& c : plan.clusters) {
+    if (c.shared < 0) continue;
+    float* states = aligned(plan.shared) + c.shared;
+    const int64_t size = c.count * plan.partial;
+    for (int64_t h = 0; h < a.kv_heads; h++)
+      for (int64_t i = 0; i < c.count; i++) {
+        if (unit++ % team.nth != team.tid) continue;
+        float* state = states + h * size + i * plan.partial;
+        const Block& b = c.blocks[i];
+        for (int64_t p = c.first + h; p < c.last; p += a.kv_heads) {
+          const int64_t apart = p - c.first - c.folded, split = plan.pieces[p].split;
+          if (apart < 0 || split * kSplit >= b.keys) continue;
+          float* partial = states + (a.kv_heads + apart) * size + i * plan.partial;
+          team.kernels->attention_merge(a, b, state, partial_at(partial), split == 0);
+        }
+        team.kernels->attention_store(a, b, h, state);
+      }
   }
 }
 
@@ -167,12 +242,12 @@ static char* attention_memory(size_t bytes) {
 }
 
 static void run_attention(const AttentionArgs& a, AttentionPlan& plan, Team team) {
-  const size_t floats = 2 * plan.partial;
-  char* memory = attention_memory(floats * 4 + plan.scratch);
-  if (plan.by_split)
-    attention_by_split(a, plan, team, memory + floats * 4, (float*)memory);
-  else
-    attention_whole(a, plan, team, memory + floats * 4, (float*)memory);
+  char* memory = attention_memory(plan.local * 4 + plan.scratch);
+  for (size_t t = team.tid; t + 1 < plan.begin.size(); t += team.nth)
+    attend_pieces(a, plan, team.kernels, plan.begin[t], plan.begin[t + 1], (float*)memory, memory + plan.local * 4);
+  if (!plan.cut) return;
+  team.barrier->wait();
+  finish_cut_clusters(a, plan, team);
 }
 
 static int check_attention(const AttentionArgs& a, int64_t sequences, int64_t pages) {
@@ -214,31 +289,72 @@ static void write_rows(const void* k, int64_t k_stride, void* cache, const int64
 
 // ------------------------------------------------------------------------------------------- forward
 
+static size_t packed_bytes(int64_t n, int64_t k, int type) {
+  const int64_t panels = ceil_div(n, kPanel);
+  if (type == kInt8) return panels * int8_panel_bytes(k);
+  return panels * kPanel * (type == kBf16 ? ceil_div(k, 32) * 32 * 2 : k * 4);
+}
+
+// Each thread has the same columns of the two halves of a gate_up product, and brings them together.
+struct Columns {
+  int64_t from, to;
+};
+static Columns columns_of(int64_t inner, Team team) {
+  const int64_t panels = ceil_div(inner, kPanel);
+  return Columns{panels * team.tid / team.nth * kPanel,
+                 std::min(inner, panels * (team.tid + 1) / team.nth * kPanel)};
+}
+
 // Rows brought to the int8 format, for one GEMM at a time.
 struct Quantized {
   int8_t* digits;
   float* scale;
 };
 
-static Quantized quantized(int64_t rows, int64_t k) {
-  static thread_local std::vector<char> memory;
-  const size_t digits = (size_t)2 * ceil_div(rows, 16) * 16 * ceil_div(k, 64) * 64;
-  if (memory.size() < digits + rows * 4 + 64) memory.resize(digits + rows * 4 + 64);
-  char* p = (char*)(((uintptr_t)memory.data() + 63) & ~(uintptr_t)63);
-  return Quantized{(int8_t*)p, (float*)(p + digits)};
+static size_t quantized_bytes(int64_t rows, int64_t k) {
+  return ((size_t)2 * ceil_div(rows, 16) * 16 * ceil_div(k, 64) * 64 + rows * 4 + 63) / 64 * 64;
 }
+static Quantized quantized_at(char* p, int64_t rows, int64_t k) {
+  return Quantized{(int8_t*)p, (float*)(p + (size_t)2 * ceil_div(rows, 16) * 16 * ceil_div(k, 64) * 64)};
+}
+
+// `count` of them, quantized_bytes apart; the caller's thread keeps the memory
+static char* quantized_memory(int64_t rows, int64_t k, int count) {
+  static thread_local std::vector<char> memory;
+  const size_t bytes = quantized_bytes(rows, k) * count + 64;
+  if (memory.size() < bytes) memory.resize(bytes);
+  return (char*)(((uintptr_t)memory.data() + 63) & ~(uintptr_t)63);
+}
+
+// Few rows are normed and quantized by every thread for itself: that takes no longer than waiting for one another does,
+// and far less where a neighbour's process holds a core.
+constexpr int64_t kOwnRows = 16;
 
 // Activations of one forward; whole 16-row tiles are read in place by the GEMMs.
 struct Activations {
   char *x, *normed, *qkv, *attended, *gate_up, *inner;
-  Quantized quantized;
+  char* quantized;
+  bool own;  // `normed` and `quantized` once a thread
+  int64_t widest;
+
+  char* normed_of(const DecoderArgs& d, const AttentionArgs& a, Team team) const {
+    return own ? normed + team.tid * normed_bytes(d, a) : normed;
+  }
+  Quantized quantized_of(const AttentionArgs& a, Team team) const {
+    return quantized_at(quantized + (own ? team.tid * quantized_bytes(a.rows, widest) : 0), a.rows, widest);
+  }
+  static size_t normed_bytes(const DecoderArgs& d, const AttentionArgs& a) {
+    return (a.rows * d.hidden * width(a.type) + 63) / 64 * 64;
+  }
 };
 
-static Activations activations(const DecoderArgs& d, const AttentionArgs& a) {
+static Activations activations(const DecoderArgs& d, const AttentionArgs& a, int threads) {
   static thread_local std::vector<char> memory;
+  const bool own = a.rows <= kOwnRows;
   const size_t w = width(a.type), rows = a.rows;
-  const size_t sizes[] = {rows * d.hidden * w, rows * d.hidden * w, rows * a.q_stride * w,
-                          rows * a.heads * a.dim * w, rows * 2 * d.inner * w, rows * d.inner * w};
+  const size_t sizes[] = {rows * d.hidden * w, Activations::normed_bytes(d, a) * (own ? threads : 1),
+                          rows * a.q_stride * w, rows * a.heads * a.dim * w, rows * 2 * d.inner * w,
+                          rows * d.inner * w};
   size_t total = 64;
   for (size_t s : sizes) total += (s + 63) / 64 * 64;
   if (memory.size() < total) memory.resize(total);
@@ -249,33 +365,42 @@ static Activations activations(const DecoderArgs& d, const AttentionArgs& a) {
     p += (sizes[i] + 63) / 64 * 64;
   }
   const int64_t widest = std::max({d.hidden, d.inner, a.heads * a.dim});
-  return Activations{part[0], part[1], part[2], part[3], part[4], part[5],
-                     d.embed_scale ? quantized(a.rows, widest) : Quantized{}};
+  char* quantized = d.embed_scale ? quantized_memory(rows, widest, own ? threads : 1) : nullptr;
+  return Activations{part[0], part[1], part[2], part[3], part[4], part[5], quantized, own, widest};
 }
 
 // One layer: the operations that native.py offers one by one, in the same order with the same roundings, so the bits
 // are the same. Each phase shares rows or outputs out; a barrier stands where the next one reads across shares. In int8
-// the input of a GEMM is quantized first; after a norm a thread has just made the very rows that it quantizes.
+// the input of a GEMM is quantized first.
 static void layer_forward(const DecoderArgs& d, const LayerArgs& w, AttentionArgs a, AttentionPlan& plan,
                           const Activations& m, Team team) {
   const Kernels* k = team.kernels;
   const int64_t rows = a.rows, q_size = a.heads * a.dim, kv_size = a.kv_heads * a.dim;
   const bool int8 = d.embed_scale != nullptr;
-  const Quantized& q = m.quantized;
+  const int tid = m.own ? 0 : team.tid, nth = m.own ? 1 : team.nth;  // for work on whole rows
+  char* normed = m.normed_of(d, a, team);
+  const Quantized q = int8 ? m.quantized_of(a, team) : Quantized{};
   const auto quantize = [&](const void* x, int64_t in) {
-    if (int8) k->quantize(x, q.digits, q.scale, rows, in, a.type, team.tid, team.nth);
+    if (!int8) return;
+    k->quantize(x, q.digits, q.scale, rows, in, a.type, tid, nth);
+    if (!m.own) team.barrier->wait();
   };
-  const auto gemm = [&](const void* x, const void* packed, void* y, int64_t out, int64_t in, int accumulate) {
+  const auto norm = [&](const void* weight) {
+    k->rms_norm(m.x, weight, normed, rows, d.hidden, d.eps, a.type, tid, nth);
+    if (!m.own && !int8) team.barrier->wait();
+    quantize(normed, d.hidden);  // of the rows that this thread has just made
+  };
+  const auto gemm = [&](const void* x, const void* packed, void* y, int64_t out, int64_t in, int accumulate,
+                        int64_t y_stride) {
     if (int8)
-      k->gemm_int8(Gemm{q.digits, packed, y, rows, out, in, kInt8, a.type, accumulate, q.scale}, team.tid, team.nth);
+      k->gemm_int8(Gemm{q.digits, packed, y, rows, out, in, kInt8, a.type, accumulate, q.scale, y_stride}, team.tid,
+                   team.nth);
     else
-      k->gemm(Gemm{x, packed, y, rows, out, in, a.type, a.type, accumulate}, team.tid, team.nth);
-    team.barrier->wait();
+      k->gemm(Gemm{x, packed, y, rows, out, in, a.type, a.type, accumulate, nullptr, y_stride}, team.tid, team.nth);
   };
-  k->rms_norm(m.x, w.attention_norm, m.normed, rows, d.hidden, d.eps, a.type, team.tid, team.nth);
-  quantize(m.normed, d.hidden);
+  norm(w.attention_norm);
+  gemm(normed, w.qkv, m.qkv, a.q_stride, d.hidden, 0, 0);
   team.barrier->wait();
-  gemm(m.normed, w.qkv, m.qkv, a.q_stride, d.hidden, 0);
   k->rope(m.qkv, d.positions, d.rope, m.qkv, rows, a.heads + a.kv_heads, a.dim, a.q_stride, a.q_stride, a.type,
           team.tid, team.nth);
   const char* key = m.qkv + q_size * width(a.type);
@@ -286,17 +411,23 @@ static void layer_forward(const DecoderArgs& d, const LayerArgs& w, AttentionArg
   run_attention(a, plan, team);
   team.barrier->wait();
   quantize(m.attended, q_size);
-  if (int8) team.barrier->wait();
-  gemm(m.attended, w.output, m.x, d.hidden, q_size, 1);
-  k->rms_norm(m.x, w.mlp_norm, m.normed, rows, d.hidden, d.eps, a.type, team.tid, team.nth);
-  quantize(m.normed, d.hidden);
+  gemm(m.attended, w.output, m.x, d.hidden, q_size, 1, 0);
   team.barrier->wait();
-  gemm(m.normed, w.gate_up, m.gate_up, 2 * d.inner, d.hidden, 0);
-  k->silu_mul(m.gate_up, m.inner, rows, d.inner, a.type, team.tid, team.nth);
+  norm(w.mlp_norm);
+  if (d.inner % kPanel) {
+    gemm(normed, w.gate_up, m.gate_up, 2 * d.inner, d.hidden, 0, 0);
+    team.barrier->wait();
+  } else {
+    const char* up = (const char*)w.gate_up + packed_bytes(d.inner, d.hidden, int8 ? (int)kInt8 : a.type);
+    gemm(normed, w.gate_up, m.gate_up, d.inner, d.hidden, 0, 2 * d.inner);
+    gemm(normed, up, m.gate_up + d.inner * width(a.type), d.inner, d.hidden, 0, 2 * d.inner);
+  }
+  const Columns mine = columns_of(d.inner, team);
+  k->silu_mul(m.gate_up, m.inner, rows, d.inner, mine.from, mine.to, a.type);
   team.barrier->wait();
   quantize(m.inner, d.inner);
-  if (int8) team.barrier->wait();
-  gemm(m.inner, w.down, m.x, d.hidden, d.inner, 1);
+  gemm(m.inner, w.down, m.x, d.hidden, d.inner, 1, 0);
+  team.barrier->wait();
 }
 
 static void decoder_forward(const DecoderArgs& d, AttentionArgs a, AttentionPlan& plan, const Activations& m,
@@ -308,6 +439,7 @@ static void decoder_forward(const DecoderArgs& d, AttentionArgs a, AttentionPlan
                              team.nth);
   else
     team.kernels->embed(d.ids, d.embed, m.x, a.rows, d.hidden, a.type, team.tid, team.nth);
+  if (m.own) team.barrier->wait();  // else the first norm is of the rows that this thread has just made
   a.q = m.qkv;
   a.out = m.attended;
   int64_t feature = 0;
@@ -339,7 +471,7 @@ const Kernels* spec_select(const char* limit) {
   if (avx512 && strcmp(limit, "plain") != 0) kernels = avx512_kernels();
   unsigned a, b, c, d;
   __asm__("cpuid" : "=a"(a), "=b"(b), "=c"(c), "=d"(d) : "a"(7), "c"(0));
-  const bool tiles = (d >> 22 & 1) && (d >> 24 & 1);
+  const bool tiles = (d >> 22 & 1) && (d >> 24 & 1) && __builtin_cpu_supports("avx512bf16");
   // ARCH_REQ_XCOMP_PERM for XTILEDATA
   if (avx512 && tiles && strcmp(limit, "amx") == 0 && syscall(SYS_arch_prctl, 0x1023, 18) == 0)
     kernels = amx_kernels();
@@ -359,9 +491,7 @@ void spec_huge_pages(void* p, int64_t bytes) {
 }
 
 int64_t spec_packed_bytes(int64_t n, int64_t k, int type) {
-  const int64_t rows = ceil_div(n, kPanel) * kPanel;
-  if (type == kInt8) return rows / kPanel * int8_panel_bytes(k);
-  return type == kBf16 ? rows * ceil_div(k, 32) * 32 * 2 : rows * k * 4;
+  return packed_bytes(n, k, type);
 }
 
 // w [n, k] -> panels of 32 outputs; what pads them is zero
@@ -415,7 +545,7 @@ void spec_linear(const Kernels* kernels, const void* x, const void* packed, void
 // x of `type`; the weight int8
 void spec_linear_int8(const Kernels* kernels, const void* x, const void* packed, void* y, int64_t m, int64_t n,
                       int64_t k, int type, int out_type, int threads) {
-  const Quantized q = quantized(m, k);
+  const Quantized q = quantized_at(quantized_memory(m, k, 1), m, k);
   const Gemm g{q.digits, packed, y, m, n, k, kInt8, out_type, 0, q.scale};
   parallel(kernels, threads, [&](Team t) {
     kernels->quantize(x, q.digits, q.scale, m, k, type, t.tid, t.nth);
@@ -460,7 +590,10 @@ int spec_rope(const Kernels* kernels, const void* x, const int64_t* positions, c
 
 void spec_silu_mul(const Kernels* kernels, const void* x, void* y, int64_t rows, int64_t inner, int type, int threads) {
   parallel(kernels, rows * inner < 8192 ? 1 : threads,
-           [&](Team t) { kernels->silu_mul(x, y, rows, inner, type, t.tid, t.nth); });
+           [&](Team t) {
+             const Columns mine = columns_of(inner, t);
+             kernels->silu_mul(x, y, rows, inner, mine.from, mine.to, type);
+           });
 }
 
 int spec_write_kv(const Kernels* kernels, const void* k, const void* v, void* k_cache, void* v_cache, const int64_t* slots, int64_t rows,
@@ -512,7 +645,7 @@ int spec_decoder_forward(const Kernels* kernels, const DecoderArgs* d, const Att
   if (!bad) bad = check_range(d->slots, a->rows, d->pages * a->page_size, kBadSlot);
   if (bad || !a->rows) return bad;
   AttentionPlan plan = plan_attention(kernels, *a, threads);
-  const Activations m = activations(*d, *a);
+  const Activations m = activations(*d, *a, threads);
   parallel(kernels, threads, [&](Team t) { decoder_forward(*d, *a, plan, m, t); });
   return kOk;
 }
@@ -529,8 +662,9 @@ void spec_noise(const Kernels* kernels, const int64_t* seed, const int64_t* inde
 void spec_sample(const Kernels* kernels, const float* logits, const float* temperature, const int32_t* top_k,
                  const double* top_p, const double* min_p, const int64_t* seed, const int64_t* index,
                  const int64_t* choice, int64_t n, int64_t vocab, int64_t* ids, int threads) {
-  parallel(kernels, n < threads ? (int)n : threads, [&](Team t) {
-    for (int64_t i = t.tid; i < n; i += t.nth)
+  std::atomic<int64_t> next{0};  // a row can take many times as long as another
+  parallel(kernels, n < threads ? (int)n : threads, [&](Team) {
+    for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < n;)
       ids[i] = sample_row(kernels, logits + i * vocab, vocab,
                           Sampling{temperature[i], top_p[i], min_p[i], top_k[i], seed[i], index[i], choice[i]});
   });

@@ -44,13 +44,13 @@ static inline void put16(T* y, F v, int64_t n, bool accumulate) {
 
 // acc: 32 outputs of one row, starting at n0
 static inline void put_panel(const Gemm& g, int64_t row, int64_t n0, F lo, F hi) {
-  const int64_t left = g.n - n0;
+  const int64_t left = g.n - n0, at = row * (g.y_stride ? g.y_stride : g.n) + n0;
   if (g.out_type == kBf16) {
-    bf16* y = (bf16*)g.y + row * g.n + n0;
+    bf16* y = (bf16*)g.y + at;
     put16(y, lo, left, g.accumulate);
     put16(y + 16, hi, left - 16, g.accumulate);
   } else {
-    float* y = (float*)g.y + row * g.n + n0;
+    float* y = (float*)g.y + at;
     put16(y, lo, left, g.accumulate);
     put16(y + 16, hi, left - 16, g.accumulate);
   }
@@ -228,19 +228,15 @@ static inline void silu16(const T* x, T* y, int64_t inner, int64_t r, int64_t i,
   store_n(y + r * inner + i, gate * (top / (e + 1.0f)) * other, n);
 }
 
-// shared in pieces of 64 columns, so that one row is not left to one thread
-static void silu_mul(const void* x, void* y, int64_t rows, int64_t inner, int type, int tid, int nth) {
-  const int64_t pieces = up(inner, 64) / 64;
-  for (int64_t u = share(rows * pieces, tid, nth); u < share(rows * pieces, tid + 1, nth); u++) {
-    const int64_t r = u / pieces, end = lesser(inner, (u % pieces + 1) * 64);
-    for (int64_t i = u % pieces * 64; i < end; i += 16) {
-      const int n = (int)lesser(16, end - i);
+static void silu_mul(const void* x, void* y, int64_t rows, int64_t inner, int64_t from, int64_t to, int type) {
+  for (int64_t r = 0; r < rows; r++)
+    for (int64_t i = from; i < to; i += 16) {
+      const int n = (int)lesser(16, to - i);
       if (type == kBf16)
         silu16((const bf16*)x, (bf16*)y, inner, r, i, n);
       else
         silu16((const float*)x, (float*)y, inner, r, i, n);
     }
-  }
 }
 
 static void embed(const int64_t* ids, const void* table, void* y, int64_t rows, int64_t dim, int type, int tid,
@@ -363,12 +359,19 @@ static void attention_split_typed(const AttentionArgs& a, const Block& b, int64_
   }
 }
 
-static void attention_split_generic(const AttentionArgs& a, const Block& b, int64_t kv_head, int64_t split,
-                                    char* scratch, Partial out) {
-  if (a.type == kBf16)
-    attention_split_typed<bf16>(a, b, kv_head, split, scratch, out);
-  else
-    attention_split_typed<float>(a, b, kv_head, split, scratch, out);
+static void attention_begin_generic(const AttentionArgs&, const Block*, int64_t, char*) {}
+
+static void attention_split_generic(const AttentionArgs& a, const Piece& piece, const Piece*, char* scratch,
+                                    float* partials) {
+  for (int64_t i = 0; i < piece.count; i++) {
+    const Block& b = piece.blocks[i];
+    const Partial out = partial_at(partials + i * partial_floats(a.dim));
+    if (b.keys <= piece.split * kSplit) continue;
+    if (a.type == kBf16)
+      attention_split_typed<bf16>(a, b, piece.kv_head, piece.split, scratch, out);
+    else
+      attention_split_typed<float>(a, b, piece.kv_head, piece.split, scratch, out);
+  }
 }
 
 // state and partial: [16] maximum, [16] sum, [dim, 16] output

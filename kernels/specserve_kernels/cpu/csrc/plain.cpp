@@ -17,6 +17,7 @@ const Kernels* plain_kernels() {
                                 rope,
                                 silu_mul,
                                 attention_scratch_generic,
+                                attention_begin_generic,
                                 attention_split_generic,
                                 attention_merge_generic,
                                 attention_store_generic,
