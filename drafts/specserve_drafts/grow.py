@@ -4,7 +4,9 @@ Best first, one draft forward a round for all sequences together: of the nodes k
 estimated survival are kept, the best of them that were not run yet are run, and their children compete with all others.
 A child never survives more surely than its parent, so the kept set is ancestor-closed, and what falls out of it is out
 for good, with all that hangs below. Children are the top-k of `log q / T + G`, where G is the noise that the target
-itself will draw with, so a good drafter guesses the very draws; at T = 0 they are the top-k of log q.
+itself will draw with, so a good drafter guesses the very draws; at T = 0 they are the top-k of log q. Where a sampled
+chain is wanted (specserve/block.py) a node's one child is drawn from q with noise that nobody else looks at, and its
+estimate is that of its depth: it tells nothing of the ids, and so the length of a chain does not.
 Source: EAGLE-2 (Li et al., 2024), with estimates that are calibrated on line in place of q, and shared noise.
 """
 
@@ -20,6 +22,7 @@ from numpy.typing import NDArray
 from specserve_kernels import PURPOSE_TARGET, Ops
 from torch import Tensor
 
+from specserve.block import Probs, SampledChain, draft_purpose
 from specserve.proposal import DraftRow, DraftTree, StepResult
 from specserve.request import GREEDY_TEMPERATURE
 from specserve_drafts.record import committed
@@ -47,7 +50,10 @@ class Shape:
 
 
 class Root(NamedTuple):
-    """Where a tree begins: `root_index` is the root's place in its sequence. `max_depth` is how deep nodes may be."""
+    """Where a tree begins: `root_index` is the root's place in its sequence. `max_depth` is how deep nodes may be.
+
+    `samples`: a sampled chain is wanted.
+    """
 
     sequence_id: str
     root_index: int
@@ -56,10 +62,11 @@ class Root(NamedTuple):
     seed: int
     choice: int
     max_depth: int = 1 << 30
+    samples: bool = False
 
     @classmethod
     def of(cls, row: DraftRow, cap: int, max_depth: int = 1 << 30) -> Root:
-        return cls(row.sequence_id, row.cached_len, cap, row.temperature, row.seed, row.choice, max_depth)
+        return cls(row.sequence_id, row.cached_len, cap, row.temperature, row.seed, row.choice, max_depth, row.samples)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +128,7 @@ class TreeGrower:
             if level is None:
                 break
             pool.add(guesses.children(level, expand(level), self.calibration))
-        grown = pool.trees(self.name)
+        grown = [(guesses.sampled(i, tree), kinds) for i, (tree, kinds) in enumerate(pool.trees(self.name))]
         self._proposed |= {root.sequence_id: item for root, item in zip(roots, grown, strict=True)}
         return [tree for tree, _ in grown]
 
@@ -187,8 +194,11 @@ class _Children(NamedTuple):
     kinds: Ints
 
 
+CHAIN_SHARE = 0.5  # stands for the share of a sampled id, whichever it is
+
+
 class _Guesses:
-    """Top-k of `log q / T + G` of the rows of one `grow`, each noise vector made once."""
+    """Top-k of `log q / T + G` of the rows of one `grow`, each noise vector made once; and what chains sampled from."""
 
     def __init__(self, ops: Ops, roots: Sequence[Root], target_ids: Tensor | None, branch: int) -> None:
         self._ops = ops
@@ -197,12 +207,16 @@ class _Guesses:
         self._branch = branch
         self._noise: dict[tuple[int, int], Tensor] = {}
         self._sampled = np.array([root.temperature >= GREEDY_TEMPERATURE for root in roots])
+        self._chains = np.array([root.samples for root in roots])
+        self._probs: list[list[Probs]] = [[] for _ in roots]  # of each chain's nodes
 
     def children(self, level: Level, logits: Tensor, calibration: Calibration) -> _Children:
         """`level` are the parents, `logits` [rows, draft vocabulary] theirs."""
-        sampled = self._sampled[level.sequence]
-        if sampled.any():
-            self._perturb(level, logits, np.flatnonzero(sampled))
+        sampled, chains = self._sampled[level.sequence], self._chains[level.sequence]
+        if chains.any():
+            self._sample(level, logits, np.flatnonzero(chains))
+        if (sampled & ~chains).any():
+            self._perturb(level, logits, np.flatnonzero(sampled & ~chains))
         columns = self._ops.top_ids(logits, min(NUM_RIVALS, logits.shape[1]))
         scores = logits.gather(1, columns).numpy().astype(np.float64)
         finite = np.isfinite(scores[:, 0])  # NaN and infinity would be first
@@ -210,6 +224,7 @@ class _Guesses:
             weights = np.exp(scores - scores[:, :1])
         shares = weights / weights.sum(axis=1, keepdims=True)
         shares, columns = shares[:, : self._branch], columns[:, : self._branch]
+        shares[chains] = CHAIN_SHARE * (np.arange(shares.shape[1]) == 0)
         kinds = calibration.kinds(sampled, shares, level.depths + 1)
         chance = np.where(shares > 0, calibration.estimate(kinds, shares), 0.0)
         chance[~finite] = np.nan
@@ -225,14 +240,35 @@ class _Guesses:
         for row, key in zip(rows.tolist(), keys, strict=True):
             logits[row].div_(self._roots[key[0]].temperature).add_(self._noise[key])
 
-    def _draw_noise(self, keys: Sequence[tuple[int, int]], num_columns: int) -> Tensor:
+    def _sample(self, level: Level, logits: Tensor, rows: Ints) -> None:
+        """logits / T + G in place, with noise of each chain's own: the largest is a sample of what is kept of the row.
+
+        A row that is not finite is replaced: where a chain ends must not tell what it sampled before.
+        """
+        for row in rows.tolist():
+            sequence, depth = int(level.sequence[row]), int(level.depths[row])
+            scores = logits[row].div_(self._roots[sequence].temperature)
+            if not torch.isfinite(scores.max()):
+                scores.zero_()
+            self._probs[sequence].append(torch.softmax(scores.double(), 0).numpy())
+            scores.add_(self._draw_noise([(sequence, depth)], len(scores), draft_purpose(depth + 1))[0])
+
+    def sampled(self, index: int, tree: DraftTree) -> DraftTree:
+        """The tree of a root, with what it was sampled from if a chain was wanted."""
+        if not self._chains[index]:
+            return tree
+        probs, ids = tuple(self._probs[index][: len(tree)]), self._target_ids
+        columns = None if ids is None else ids.numpy()
+        return SampledChain(tree.token_ids, tree.parents, tree.drafters, tree.survival, probs, columns)
+
+    def _draw_noise(self, keys: Sequence[tuple[int, int]], num_columns: int, purpose: int = PURPOSE_TARGET) -> Tensor:
         """[keys, draft vocabulary] for keys (root, depth of the parents)."""
         roots = [self._roots[sequence] for sequence, _ in keys]
         seeds = torch.tensor([root.seed - (1 << 64) if root.seed >= 1 << 63 else root.seed for root in roots])
         indices = torch.tensor([root.root_index + depth + 1 for root, (_, depth) in zip(roots, keys, strict=True)])
         choices = torch.tensor([root.choice for root in roots])
         vocab_size = num_columns if self._target_ids is None else int(self._target_ids.max()) + 1
-        noise = self._ops.noise(seeds, indices, choices, PURPOSE_TARGET, vocab_size)
+        noise = self._ops.noise(seeds, indices, choices, purpose, vocab_size)
         return noise if self._target_ids is None else noise[:, self._target_ids]
 
 

@@ -32,7 +32,6 @@ from specserve_kernels.cpu.native_abi import (
 )
 from specserve_kernels.cpu.native_build import NativeUnavailable, build
 from specserve_kernels.cpu.native_decoder import NativeDecoder
-from specserve_kernels.cpu.torch_ops import top_ids
 from specserve_kernels.int8 import quantize_weight
 from specserve_kernels.ops import AttentionRows, DecoderModel, LinearWeight
 
@@ -231,7 +230,14 @@ class NativeOps:
 
     def top_ids(self, logits: Tensor, count: int) -> Tensor:
         """Ids of the `count` largest logits of each row, [rows, count], best first."""
-        return top_ids(logits, count)
+        check("logits", logits, torch.float32, ANY, ANY)
+        n, vocab = logits.shape
+        if not 0 < count <= vocab:
+            raise ValueError(f"count must be between 1 and {vocab}, not {count}")
+        ids = torch.empty(n, count, dtype=torch.int64)
+        threads = torch.get_num_threads()
+        self._lib.spec_top_ids(self._kernels, logits.data_ptr(), n, vocab, count, ids.data_ptr(), threads)
+        return ids
 
     def noise(self, seed: Tensor, draw_index: Tensor, choice: Tensor, purpose: int, vocab_size: int) -> Tensor:
         """Gumbel noise fp32 [n, vocab_size] for n keys (int64 [n] each); see Ops.noise."""

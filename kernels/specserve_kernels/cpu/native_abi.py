@@ -76,6 +76,7 @@ SIGNATURES = {
     "spec_attention": (_int, [_pointer, ctypes.POINTER(AttentionArgs), _size, _size, _int]),
     "spec_decoder_forward": (_int, [_pointer, ctypes.POINTER(DecoderArgs), ctypes.POINTER(AttentionArgs), _int]),
     "spec_sample": (None, [_pointer] * 9 + [_size] * 2 + [_pointer, _int]),
+    "spec_top_ids": (None, [_pointer] * 2 + [_size] * 3 + [_pointer, _int]),
     "spec_noise": (None, [_pointer] * 4 + [_size] * 3 + [_pointer, _int]),
 }
 

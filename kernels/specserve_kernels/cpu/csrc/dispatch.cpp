@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <vector>
@@ -457,6 +458,29 @@ static void decoder_forward(const DecoderArgs& d, AttentionArgs a, AttentionPlan
 
 using namespace spec;
 
+// Most blocks hold nothing above the worst of the best so far, which one pass of comparisons shows.
+static void top_of_row(const float* row, int64_t vocab, int64_t count, int64_t* ids) {
+  constexpr int64_t BLOCK = 64;
+  std::vector<float> best(count, -INFINITY);
+  for (int64_t k = 0; k < count; ++k) ids[k] = k;
+  int64_t found = 0;
+  for (int64_t first = 0; first < vocab; first += BLOCK) {
+    const int64_t end = first + BLOCK < vocab ? first + BLOCK : vocab;
+    if (found == count) {
+      const float worst = best[count - 1];
+      int above = 0;
+      for (int64_t j = first; j < end; ++j) above |= row[j] > worst;
+      if (!above) continue;
+    }
+    for (int64_t j = first; j < end; ++j) {
+      if (!(row[j] >= -INFINITY) || (found == count && !(row[j] > best[count - 1]))) continue;
+      int64_t k = found < count ? found++ : count - 1;
+      for (; k > 0 && row[j] > best[k - 1]; --k) best[k] = best[k - 1], ids[k] = ids[k - 1];
+      best[k] = row[j], ids[k] = j;
+    }
+  }
+}
+
 #pragma GCC visibility push(default)
 extern "C" {
 
@@ -667,6 +691,17 @@ void spec_sample(const Kernels* kernels, const float* logits, const float* tempe
     for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < n;)
       ids[i] = sample_row(kernels, logits + i * vocab, vocab,
                           Sampling{temperature[i], top_p[i], min_p[i], top_k[i], seed[i], index[i], choice[i]});
+  });
+}
+
+// Ids of the `count` largest logits of each row, best first, lower ids first among equals; NaN is never one of them
+// unless fewer numbers are there.
+void spec_top_ids(const Kernels* kernels, const float* logits, int64_t n, int64_t vocab, int64_t count, int64_t* ids,
+                  int threads) {
+  std::atomic<int64_t> next{0};
+  parallel(kernels, n < threads ? (int)n : threads, [&](Team) {
+    for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < n;)
+      top_of_row(logits + i * vocab, vocab, count, ids + i * count);
   });
 }
 
