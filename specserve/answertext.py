@@ -16,6 +16,12 @@ class TextDecoder(Protocol):
     def flush(self) -> str: ...
 
 
+class TextSource(Protocol):
+    """What the engine needs of a tokenizer."""
+
+    def incremental(self) -> TextDecoder: ...
+
+
 class AnswerText:
     """Text of one choice: decodes, looks for stop strings, holds back what may become one."""
 

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from specserve_kernels import PURPOSE_ACCEPTANCE, PURPOSE_DRAFT, PURPOSE_TARGET
-from torch import Tensor
 
 from specserve.proposal import DraftTree
 
@@ -88,8 +87,8 @@ def draft_purpose(depth: int) -> int:
 
 def _noise(key: StepKey, purpose: int, size: int, ops: Ops) -> NDArray[np.float32]:
     seed = key.seed - (1 << 64) if key.seed >= 1 << 63 else key.seed
-    columns: list[Tensor] = [torch.tensor([value]) for value in (seed, key.draw_index, key.choice)]
-    return np.asarray(ops.noise(*columns, purpose, size)[0].numpy())
+    seeds, indices, choices = (torch.tensor([value]) for value in (seed, key.draw_index, key.choice))
+    return np.asarray(ops.noise(seeds, indices, choices, purpose, size)[0].numpy())
 
 
 def block_tokens(chain: SampledChain, target_probs: Probs, key: StepKey, ops: Ops) -> list[int]:

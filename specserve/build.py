@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,8 +17,10 @@ import specserve_kernels
 import torch
 from specserve_drafts import MODEL_FREE, draft_bytes_per_token, make_auto, make_drafter
 
+from specserve import sweep
 from specserve.config import GIB, CacheConfig, EngineConfig, ModelLimits, SpeculationConfig
 from specserve.controller import Controller
+from specserve.costs import StepCosts
 from specserve.engine import Engine
 from specserve.errors import ConfigError
 from specserve.forward import Forward
@@ -76,7 +78,8 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
     runner = CpuRunner(decoder, ops, cache.num_pages, cache.page_size, folder)
     drafters = make_drafters(config.speculation, runner)
     limits = replace(limits, drafters=("off", *drafters))
-    controller = Controller(config.speculation)
+    costs = step_costs(config, limits, runner, tokenizer)
+    controller = Controller(config.speculation, costs)
     engine = Engine(config, limits, runner, ops, tokenizer, drafters, controller)
     environment = describe_environment(config, decoder)
     return Built(
@@ -88,8 +91,26 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
         model_name=config.served_model_name or config.model,
         folder=folder,
         environment=environment,
-        startup_lines=[environment, cache_line(limits, runner), speculation_line(config)],
+        startup_lines=[environment, cache_line(limits, runner), speculation_line(config), *costs_lines(costs)],
     )
+
+
+def step_costs(config: EngineConfig, limits: ModelLimits, runner: CpuRunner, tokenizer: Tokenizer) -> StepCosts | None:
+    """What steps cost, measured now, if the controller is to choose draft lengths by it."""
+    if config.speculation.drafter == "off" or config.speculation.num_draft_tokens is not None:
+        return None
+    plain = replace(
+        config,
+        debug=False,
+        cache=replace(config.cache, enable_prefix_caching=False),
+        speculation=SpeculationConfig(drafter="off"),
+    )
+    limits = replace(limits, drafters=("off", sweep.DRAFTER))
+
+    def make_engine(drafters: Mapping[str, Drafter]) -> Engine:
+        return Engine(plain, limits, runner, runner.ops, tokenizer, drafters, Controller(plain.speculation))
+
+    return sweep.measure(make_engine, limits)
 
 
 def make_drafters(config: SpeculationConfig, forward: Forward | None) -> dict[str, Drafter]:
@@ -174,6 +195,14 @@ def cache_line(limits: ModelLimits, runner: CpuRunner) -> str:
         f" maximum concurrency at {limits.max_model_len} tokens per request:"
         f" {limits.pool_tokens / limits.max_model_len:.1f}"
     )
+
+
+def costs_lines(costs: StepCosts | None) -> list[str]:
+    """`step costs: 1 row … ms, 16 rows … ms, …`; nothing where they were not measured."""
+    if costs is None:
+        return []
+    told = ", ".join(f"{count} rows {1e3 * costs.rows(count):.1f} ms" for count in (1, 16, 32, 64))
+    return [f"step costs: {told}; a prompt row {1e6 * costs.row:.0f} us"]
 
 
 def speculation_line(config: EngineConfig) -> str:

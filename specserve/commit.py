@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from functools import cached_property
 
 from specserve.answertext import AnswerText
+from specserve.choice import Choice
 from specserve.events import Delta, Finished, FinishReason, Started, Timing, Token, TokenLogprobs, Usage
-from specserve.grammar import GrammarState
-from specserve.processors import History
 from specserve.request import SamplingParams, Sequence
 
 
@@ -68,48 +66,8 @@ def cut(sequence: Sequence, run: SequenceOf[int], text: AnswerText, stops: froze
     return Cut(token_ids=tuple(kept), texts=tuple(texts))
 
 
-@dataclass(slots=True)
-class Times:
-    """When a request was submitted and first planned, in engine seconds; shared by its choices."""
-
-    submitted_at: float
-    planned_at: float | None = None
-
-    def plan(self, now: float) -> None:
-        if self.planned_at is None:
-            self.planned_at = now
-
-    @property
-    def queue_ms(self) -> float:
-        return 0.0 if self.planned_at is None else 1e3 * (self.planned_at - self.submitted_at)
-
-
-@dataclass(eq=False)
-class Choice:
-    """One answer in the making."""
-
-    sequence: Sequence
-    text: AnswerText
-    stops: frozenset[int]
-    times: Times
-    history: History | None = None
-    grammar: GrammarState | None = None
-    first_token_at: float | None = None
-
-    @cached_property
-    def plain(self) -> bool:
-        """Greedy, with nothing that changes or reports logits: the largest raw logit is the token."""
-        params = self.sequence.request.params
-        return params.greedy and self.history is None and params.logprobs is None and not params.min_tokens
-
-
-def started(
-    choice: Choice,
-    numerics: str,
-    verification: str,
-    prompt_logprobs: SequenceOf[TokenLogprobs | None] | None = None,
-) -> Started:
-    """The first event of a request, told by the first choice that has a token."""
+def started(choice: Choice, numerics: str, rule: str, logprobs: SequenceOf[TokenLogprobs | None] | None) -> Started:
+    """The first event of a request, told by the first choice that has a token; `logprobs` are those of its prompt."""
     sequence = choice.sequence
     return Started(
         request_id=sequence.request.request_id,
@@ -118,9 +76,9 @@ def started(
         queue_ms=choice.times.queue_ms,
         seed=sequence.seed,
         numerics=numerics,
-        verification=verification,
+        verification=rule,
         drafter=sequence.stats.drafter,
-        prompt_logprobs=None if prompt_logprobs is None else tuple(prompt_logprobs),
+        prompt_logprobs=None if logprobs is None else tuple(logprobs),
     )
 
 

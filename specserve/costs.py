@@ -1,8 +1,8 @@
 """What a step costs: the frozen record of a machine's measured seconds, and a drafter's own, followed on line.
 
-A step's seconds are a curve over its rows and a few slopes (`StepCosts`), measured once at start-up by
-specserve/sweep.py. What changes later, a busy machine, changes all of them alike, so one factor is followed and nothing
-else. Choices compare seconds with seconds and do not depend on that factor; predictions do.
+A step's seconds are a curve over its rows and a few slopes (`StepCosts`), measured at start-up by specserve/sweep.py.
+A machine that gets busy later slows all of them alike: one scale is followed (`FollowedCosts`). Choices compare seconds
+with seconds and do not depend on it; predictions do.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
+from statistics import median
 from typing import NamedTuple
 
 
@@ -24,6 +26,10 @@ class StepLoad(NamedTuple):
     context: int = 0
     node_context: int = 0
     num_sampled: int = 0  # rows that are drawn from with noise
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_sequences + self.num_nodes + self.num_prompt_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,15 +67,20 @@ class StepCosts:
 
     def further_rows(self, num_rows: int, count: int) -> list[float]:
         """Seconds that 0, 1, …, `count` rows add to `num_rows`."""
-        base = self.rows(num_rows)
+        base, last, row = self.rows(num_rows), len(self.curve) - 1, self.row
         added = [seconds - base for seconds in self.curve[num_rows : num_rows + count + 1]]
-        beyond = max(num_rows, len(self.curve))
-        return added + [self.rows(n) - base for n in range(beyond, num_rows + count + 1)]
+        beyond = self.curve[last] - base - last * row
+        return added + [beyond + n * row for n in range(num_rows + len(added), num_rows + count + 1)]
+
+    def corrected(self, factors: Sequence[float]) -> StepCosts:
+        """With each tile of the curve so many times as long; it still never falls."""
+        seconds = [value * factors[max(n - 1, 0) // TILE] for n, value in enumerate(self.curve)]
+        return replace(self, curve=tuple(accumulate(seconds, max)))
 
     def seconds(self, load: StepLoad) -> float:
         """What a step with this load takes on the machine as it was measured."""
         return (
-            self.rows(load.num_sequences + load.num_nodes + load.num_prompt_rows)
+            self.rows(load.num_rows)
             + max(load.num_sequences - 1, 0) * self.sequence
             + load.num_accepted * self.accepted
             + load.context * self.context
@@ -86,18 +97,47 @@ class StepCosts:
         return cls(**json.loads(text))
 
 
-class Scale:
-    """How many times as long as measured at start-up steps take now: the median of the last `window` ratios."""
+TILE = 16  # rows; where kernels step up
 
-    def __init__(self, window: int = 31) -> None:
-        self.value = 1.0
-        self._ratios: deque[float] = deque(maxlen=window)
 
-    def follow(self, predicted: float, measured: float) -> None:
-        """One step: its seconds as predicted at scale 1, and as measured; a clock that stands still tells nothing."""
-        if predicted > 0 and measured > 0:
-            self._ratios.append(measured / predicted)
-            self.value = sorted(self._ratios)[len(self._ratios) // 2]
+class FollowedCosts:
+    """The costs as they are now. `scale`: how many times as long as at start-up steps take, whatever they carry.
+
+    A sweep of two seconds on a busy machine gets the curve's shape right to some 10 %, which is what drafting gains or
+    loses on a loaded one. So where steps of different sizes alternate, the sizes' seconds are compared, and the curve
+    corrected tile by tile. Sizes that do not alternate tell nothing: they would compare two states of the machine.
+    """
+
+    WINDOW, NEAR, RATE, REFRESH = 31, 16, 0.1, 8  # steps, but for the rate
+
+    def __init__(self, measured: StepCosts) -> None:
+        self.measured = measured
+        self.now = measured
+        self.scale = 1.0
+        self.factors = [1.0] * -(-(len(measured.curve) - 1) // TILE)  # of each tile of the curve
+        self._ratios: deque[tuple[int, float]] = deque(maxlen=self.WINDOW)
+        self._count = 0
+
+    def tile(self, num_rows: float) -> int:
+        """The tile of rows of a step; all beyond the curve count as its last."""
+        return min(int(num_rows - 1) // TILE, len(self.factors) - 1)
+
+    def follow(self, load: StepLoad, seconds: float) -> None:
+        """One step without prompt rows; a clock that stands still tells nothing."""
+        if seconds <= 0.0:
+            return
+        tile, ratio = self.tile(load.num_rows), seconds / self.measured.seconds(load)
+        near = list(self._ratios)[-self.NEAR :]
+        others = [other / self.factors[i] for i, other in near if i != tile]
+        if others:
+            off = ratio / self.factors[tile] / median(others)
+            rate = self.RATE * len(others) / self.NEAR
+            self.factors[tile] *= 1.0 + rate * (min(max(off, 0.7), 1.4) - 1.0)
+        self._ratios.append((tile, ratio))
+        self._count += 1
+        if self._count % self.REFRESH == 0 or self._count < self.REFRESH:
+            self.scale = median([other / self.factors[i] for i, other in self._ratios])
+            self.now = self.measured.corrected(self.factors)
 
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)

@@ -204,7 +204,7 @@ class Drafting:
                 predicted_seconds=predicted,
                 seconds=seconds,
                 draft_seconds=self.seconds,
-                scale=self._controller.scale.value,
+                scale=self._controller.scale,
             )
         )
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from specserve import commit
 from specserve.batch import Span, StepBatch
 from specserve.block import Probs, SampledChain, StepKey, block_tokens
-from specserve.commit import Choice
+from specserve.choice import Choice
 from specserve.processors import Floats
 from specserve.request import SamplingParams, Sequence
 from specserve.sample import STUCK, Draw, draw_tokens, largest_ids, processed, survivors
@@ -102,7 +102,8 @@ def target_probs(logits: Floats, params: SamplingParams) -> Probs:
     if ids is not None:
         kept, weights = weights[ids], np.zeros_like(weights)
         weights[ids] = kept
-    return weights / weights.sum()
+    weights /= weights.sum()
+    return weights
 
 
 def _draw_block(span: Span, chain: SampledChain, choice: Choice, result: ForwardResult, ops: Ops) -> Drawn:

@@ -12,17 +12,14 @@ import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING
 
 from specserve import batch, commit
-from specserve.answertext import AnswerText, TextDecoder
+from specserve.answertext import AnswerText, TextSource
 from specserve.batch import Span
-from specserve.commit import Choice, Cut, Times
+from specserve.choice import Choice, Times
+from specserve.commit import Cut
 from specserve.config import EngineConfig, ModelLimits
-from specserve.constraint import with_forced
 from specserve.controller import Controller, drafter_of
 from specserve.drafting import Drafting, verification_of
 from specserve.drawing import Drawn, draw_step
@@ -38,16 +35,17 @@ from specserve.errors import (
     SpecserveError,
 )
 from specserve.events import Event, Failed, FinishReason, TokenLogprobs
-from specserve.grammar import Grammar, allowed_ids
+from specserve.grammar import Grammar, GrammarState
+from specserve.grammar.constrain import constrain
 from specserve.logprobs import prompt_token_logprobs, token_logprobs
 from specserve.metrics import EngineMetrics, count_step
 from specserve.pages import PagePool, PageTable
 from specserve.prefix import PrefixIndex
 from specserve.processors import History, needs_history
-from specserve.proposal import EMPTY_TREE, Drafter, DraftTree, StepResult
+from specserve.proposal import Drafter, DraftTree, StepResult
 from specserve.request import Request, Sequence
 from specserve.sample import STUCK, top_ids
-from specserve.scheduler import PlannedRows, Scheduler, StepPlan
+from specserve.scheduler import Scheduler, StepPlan
 from specserve.validation import validate
 from specserve.verify import walk
 
@@ -55,12 +53,6 @@ if TYPE_CHECKING:
     from specserve_kernels import Ops
 
     from specserve.runner import ForwardResult, Runner
-
-
-class TextSource(Protocol):
-    """What the engine needs of a tokenizer."""
-
-    def incremental(self) -> TextDecoder: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -233,7 +225,7 @@ class Engine:
         """Everything after the plan; returns the trees that were verified."""
         self._runner.apply(plan.copies, copies=True)
         trees = self.drafting.propose(plan.rows)
-        masks = self._constrain(plan.rows, trees)
+        masks = constrain(plan.rows, trees, self._grammar_of, self.limits.vocab_size)
         step = batch.build(plan.rows, trees)
         began = self.clock()
         result = self._runner.forward(step)
@@ -260,21 +252,6 @@ class Engine:
                 self._fail(active, _as_fault(exc))
         return trees
 
-    def _constrain(self, plans: SequenceOf[PlannedRows], trees: list[DraftTree]) -> dict[Sequence, NDArray[np.bool_]]:
-        """What grammars allow at each row that draws, [1 + nodes, vocab]; forced tokens join the trees as drafts."""
-        masks = {}
-        for i, plan in enumerate(plans):
-            state = self._choice_of(plan.sequence).grammar
-            if state is None or not plan.draws:
-                continue
-            try:
-                tree = with_forced(trees[i], state.forced(plan.node_cap), plan.node_cap)
-                trees[i], packed = state.fit(tree.prune(plan.node_cap, plan.max_depth))
-                masks[plan.sequence] = allowed_ids(packed, self.limits.vocab_size)
-            except Exception:  # stuck or worn out: nothing can be drawn from a row that allows nothing
-                trees[i], masks[plan.sequence] = EMPTY_TREE, np.zeros((1, self.limits.vocab_size), np.bool_)
-        return masks
-
     def _report_prompt(self, active: _Active, span: Span, result: ForwardResult) -> None:
         """Log-probabilities of the prompt tokens that follow this chunk's rows; recomputed rows are known already."""
         sequence = span.sequence
@@ -286,6 +263,9 @@ class Engine:
         for position in range(max(start + 1, len(known)), min(start + span.num_pending + 1, sequence.prompt_len)):
             row = span.prompt_logit + position - 1 - start
             known.append(prompt_token_logprobs(result.logits, row, sequence.token_ids[position], num_top))
+
+    def _grammar_of(self, sequence: Sequence) -> GrammarState | None:
+        return self._choice_of(sequence).grammar
 
     def _choice_of(self, sequence: Sequence) -> Choice:
         return self._active[sequence.request.request_id].choices[sequence]

@@ -7,13 +7,13 @@ everything it missed. The runner implements this; it never learns what a drafter
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
 from specserve_kernels import Ops
 from torch import Tensor
 
+from specserve.kept import KeptRows
 from specserve.models.decoder import Decoder
 
 
@@ -26,6 +26,7 @@ class Forward(Protocol):
     decoder: Decoder
     folder: Path | None
     ops: Ops
+    kept: KeptRows
     kv: Tensor  # [layers, 2, pages, kv_heads, page_size, head_dim]; drafters may write uncommitted slots only
 
     @property
@@ -33,21 +34,6 @@ class Forward(Protocol):
 
     @property
     def page_size(self) -> int: ...
-
-    def keep(self, *, hidden: bool = False, feature_layers: Sequence[int] = ()) -> None:
-        """From now on keep every row's last hidden state, and the residual stream after these layers (0-based).
-
-        Called while the engine is built. Features of several callers must be the same layers.
-        """
-        ...
-
-    def hidden(self, slots: Sequence[int]) -> Tensor:
-        """Hidden states after the final norm, as kept, of the rows written to these slots: [n, hidden]."""
-        ...
-
-    def features(self, slots: Sequence[int]) -> Tensor:
-        """Kept features, [n, layers * hidden], layers in ascending order side by side."""
-        ...
 
     def add_group(self, kv: Tensor) -> None:
         """Register a drafter's own layers, [layers, 2, at least num_pages, kv_heads, page_size, head_dim].

@@ -92,6 +92,9 @@ class DraftTree:
     def keep(self, nodes: SequenceOf[int]) -> DraftTree:
         """Only these nodes, in their own order; the ancestors of each must be among them."""
         nodes = sorted(nodes)
+        n = len(nodes)
+        if not n or nodes[-1] == n - 1:
+            return DraftTree(self.token_ids[:n], self.parents[:n], self.drafters[:n], self.survival[:n])
         place = {-1: -1} | {node: i for i, node in enumerate(nodes)}
         return DraftTree(
             tuple(self.token_ids[i] for i in nodes),

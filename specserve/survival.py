@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from itertools import accumulate, repeat
+from math import ceil
 from operator import mul
 from typing import NamedTuple
 
+from specserve.config import MAX_NUM_DRAFT_TOKENS
 from specserve.proposal import DraftTree
 
 # nodes are sorted into levels of survival by these lower edges (in percent); a node of level i counts as LEVELS[i]
@@ -25,8 +27,11 @@ OPTIMISTIC_NODES = 8
 PRIOR_WEIGHT, OWN_PRIOR_WEIGHT = 3.0, 8.0  # in estimated acceptances
 SHARED_FADING, OWN_FADING = 0.99, 0.95  # of evidence, by each tree
 SHARED_RATE, OWN_RATE = 0.02, 0.15  # of averages, by each tree
-PROBE_RATE = 0.2
 PEAK_FADING = 0.9
+
+PROBE_NODES, PROBE_WEIGHT, PROBE_TREES = 4, 4.0, 10.0
+QUIET_STEPS = 8  # so long a "nobody drafts" stands in an unchanged batch
+PATIENCE, MAX_PATIENCE = 16, 512  # in so many steps a sequence that rests forgets why; doubled each time
 
 
 class Outcome(NamedTuple):
@@ -67,7 +72,7 @@ class Prospect:
 
     def __init__(self, shared: Prospect | None = None) -> None:
         self.shared = shared
-        self._hits = self._tried = self._deep_hits = self._deep_tried = 0.0
+        self._hits = self._tried = self._deep_hits = self._deep_tried = self._trees = 0.0
         self._fading, self._rate = (SHARED_FADING, SHARED_RATE) if shared is None else (OWN_FADING, OWN_RATE)
         self._prior = 1.0
         self._met = False
@@ -97,11 +102,18 @@ class Prospect:
         self.first = (self._hits + weight * first) / (self._tried + weight)
         self.deeper = (self._deep_hits + weight * deeper) / (self._deep_tried + weight)
 
+    @property
+    def acceptance(self) -> float:
+        """Share of verified trees of which a node was accepted, lately."""
+        shared = OPTIMISM if self.shared is None else self.shared.acceptance
+        return (self._hits + PRIOR_WEIGHT * shared) / (self._trees + PRIOR_WEIGHT)
+
     def count(self, seen: Outcome) -> None:
         """One more verified tree."""
         fading = self._fading
         self._hits = self._hits * fading + seen.first
         self._tried = self._tried * fading + seen.first_estimate
+        self._trees = self._trees * fading + 1.0
         if seen.deeper_estimate:
             self._deep_hits = self._deep_hits * fading + seen.deeper
             self._deep_tried = self._deep_tried * fading + seen.deeper_estimate
@@ -122,14 +134,13 @@ class Prospect:
 
     def _forget(self, share: float) -> None:
         keep = 1.0 - share
-        self._hits, self._tried = self._hits * keep, self._tried * keep
+        self._hits, self._tried, self._trees = self._hits * keep, self._tried * keep, self._trees * keep
         self._deep_hits, self._deep_tried = self._deep_hits * keep, self._deep_tried * keep
 
-    def offered(self, counts: SequenceOf[float], num_worth: float, probe: bool = False) -> None:
-        """The levels of a proposed tree, and how many of its nodes were worth their rows; a probe weighs more."""
-        rate = max(self._rate, PROBE_RATE) if probe else self._rate
+    def offered(self, counts: SequenceOf[float], weight: float) -> None:
+        """The levels of a proposed tree, which stands for `weight` trees."""
+        rate = min(self._rate * weight, 0.5)
         self.counts = [mine + rate * (its - mine) for mine, its in zip(self.counts, counts, strict=True)]
-        self.peak = max(self.peak * PEAK_FADING, num_worth)
 
     def survival(self, tree: DraftTree) -> list[float]:
         """Corrected survival of each node, never above its parent's."""
@@ -138,28 +149,93 @@ class Prospect:
             return []
         if not self._met:
             self._meet(tree)
-        first, deeper = self.first, self.deeper
+        first, deeper, n = self.first, self.deeper, len(parents)
         if not estimates:
-            return self._bare_survival(tree)
-        values: list[float] = []
-        for parent, estimate in zip(parents, estimates, strict=True):
-            if parent < 0:
-                value = estimate * first
-                values.append(value if value < 1.0 else 1.0)
-            else:
-                above = estimates[parent]
-                given = estimate / above * deeper if above else 0.0
-                values.append(values[parent] * given if given < 1.0 else values[parent])
-        return values
+            first, deeper = min(first, 1.0), min(deeper, 1.0)
+        if parents == tuple(range(-1, n - 1)):
+            factors = list(accumulate(repeat(deeper, n - 1), mul, initial=first))
+        else:
+            factors = []
+            for parent in parents:
+                factors.append(first if parent < 0 else factors[parent] * deeper)
+        if not estimates:
+            return factors
+        values = list(map(mul, estimates, factors))
+        return values if first <= 1.0 and deeper <= 1.0 else _bounded(values, parents)
 
-    def _bare_survival(self, tree: DraftTree) -> list[float]:
-        first, deeper, parents = min(self.first, 1.0), min(self.deeper, 1.0), tree.parents
-        if parents == tuple(range(-1, len(parents) - 1)):
-            return list(accumulate(repeat(deeper, len(parents) - 1), mul, initial=first))
-        values: list[float] = []
-        for parent in parents:
-            values.append(first if parent < 0 else values[parent] * deeper)
-        return values
+
+def _bounded(values: list[float], parents: SequenceOf[int]) -> list[float]:
+    """No more than 1, and than the parent's."""
+    for node, parent in enumerate(parents):
+        most = 1.0 if parent < 0 else values[parent]
+        if values[node] > most:
+            values[node] = most
+    return values
+
+
+class Track:
+    """What the controller keeps of one sequence: its cap, its prospect, and since when it rests.
+
+    `fixed`: its cap is not the controller's choice. `sampled`: its rows are drawn with noise. `why`: rows of the step
+    and acceptance when it got nothing.
+    """
+
+    def __init__(self, drafter: str, fixed: int | None, sampled: bool, shared: Prospect, now: int) -> None:
+        self.drafter = drafter
+        self.fixed = fixed
+        self.sampled = sampled
+        self.shared = shared
+        self.prospect = Prospect(shared)
+        self.cap = fixed or 0
+        self.probing = False
+        self.rested_at = now
+        self.why: tuple[int, float] | None = None
+        self._patience = PATIENCE
+
+    def rest(self, now: int) -> None:
+        """Not asked for a while: lean on what others see meanwhile."""
+        idle = now - self.rested_at
+        if not self.cap and idle >= QUIET_STEPS:
+            self.prospect.rest(min(idle / self._patience, 1.0))
+            self.rested_at = now
+
+    def give(self, worth_it: bool, now: int, num_rows: int) -> None:
+        """Its cap: half as much again as was worth its rows lately, so that what is accepted grows; or nothing."""
+        self.probing = False
+        if worth_it:
+            self.cap = min(ceil(1.5 * self.prospect.peak) + 2, MAX_NUM_DRAFT_TOKENS)
+            return
+        if self.cap:
+            self._patience = min(2 * self._patience, MAX_PATIENCE)
+            self.rested_at = now
+        self.cap, self.why = 0, (num_rows, self.prospect.acceptance)
+
+    def probe(self) -> None:
+        """Ask once although it does not pay."""
+        self.cap, self.probing = PROBE_NODES, True
+
+    def saw(self, survivals: SequenceOf[float], num_worth: int, weight: float) -> None:
+        """A proposed tree that stands for `weight` of them (0: not looked at), and how many nodes were worth it."""
+        self.prospect.peak = max(self.prospect.peak * PEAK_FADING, num_worth)
+        if weight:
+            counts = level_counts(survivals)
+            self.prospect.offered(counts, weight)
+            self.shared.offered(counts, weight)
+
+    def learn(self, seen: Outcome | None) -> None:
+        """What the target made of a tree, if there was one; what a probe tells outweighs what was known."""
+        probed, self.probing = self.probing, False
+        if probed:
+            self.cap = 0
+        if seen is None:
+            return
+        if probed:
+            self.prospect.doubt(PROBE_WEIGHT)
+            self.shared.doubt(PROBE_WEIGHT)
+        if seen.first:
+            self._patience = PATIENCE
+        self.shared.count(seen)
+        self.prospect.count(seen)
 
 
 class Probes:
@@ -169,7 +245,7 @@ class Probes:
     after step, and what they took is waited for afterwards.
     """
 
-    PERIOD, MAX_PERIOD, MAX_RUN = 100, 800, 16  # steps
+    PERIOD, MAX_PERIOD, MAX_RUN = 100, 400, 16  # steps
 
     def __init__(self) -> None:
         self._at = 0

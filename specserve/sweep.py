@@ -2,15 +2,15 @@
 
 Throw-away engines over the product's runner answer made-up prompts with drafts of a given size, so that a step's
 seconds hold everything from its plan to its events, the Python of it too. What they wrote into the pool is nobody's
-afterwards, and they do not mind that they overwrite each other. Noise only ever adds time: the kinds of steps take
-turns, and of each kind the least counts.
+afterwards, and they do not mind that they overwrite each other. The kinds of steps
+take turns, so that what slows the machine for a while slows all of them.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from math import inf
+from statistics import median
 
 from specserve.config import ModelLimits
 from specserve.costs import StepCosts, monotone
@@ -20,10 +20,10 @@ from specserve.proposal import Drafter, DraftRow, DraftTree, StepResult
 from specserve.request import Request, SamplingParams, SpeculationParams
 
 DRAFTER = "sweep"
-ROWS = (1, 4, 8, 16, 17, 32, 33, 48, 49, 64)  # kernels work in tiles of 16 or 32 rows
+ROWS = (1, 8, 16, 17, 32, 33, 48, 64)  # kernels work in tiles of 16 or 32 rows
 SHORT, LONG = 16, 512  # tokens of context
 NUM_SEQUENCES = 16
-SECONDS, MIN_TURNS, MAX_TURNS = 1.7, 2, 6  # no turn begins later than that, if the fewest were taken
+SECONDS, MIN_TURNS, MAX_TURNS = 1.7, 3, 8  # no turn begins later than that, if the fewest were taken
 MIN_ROOM = 256  # tokens that a context must have room for
 RIGHT, WRONG = 2, 1  # tokens
 
@@ -86,18 +86,19 @@ class _Stand:
         return self._engine.metrics.num_rows - before, seconds
 
 
-class _Least:
-    """The least seconds of each kind of step, by kind and rows."""
+Kind = tuple[str, int]  # its name and its rows
+Turn = dict[Kind, float]  # seconds
 
-    def __init__(self) -> None:
-        self.seconds: dict[tuple[str, int], float] = {}
 
-    def take(self, kind: str, step: tuple[int, float]) -> None:
-        rows, seconds = step
-        self.seconds[kind, rows] = min(seconds, self.seconds.get((kind, rows), inf))
+def settled(turns: Sequence[Turn]) -> Turn:
+    """Seconds of each kind of step when the machine is at its fastest.
 
-    def of(self, kind: str) -> list[tuple[int, float]]:
-        return sorted((rows, seconds) for (name, rows), seconds in self.seconds.items() if name == kind)
+    A machine may slow down for a while, which all kinds of steps of that turn share, or stall during one step. So each
+    turn is brought to the speed of the fastest one by what most of its steps say, and of each kind the median counts.
+    """
+    least = {kind: min(turn[kind] for turn in turns) for kind in turns[0]}
+    slowness = [median(turn[kind] / least[kind] for kind in least) for turn in turns]
+    return {kind: median(turn[kind] / slow for turn, slow in zip(turns, slowness, strict=True)) for kind in least}
 
 
 def measure(
@@ -129,43 +130,47 @@ def _measure(make_engine: MakeEngine, limits: ModelLimits, long: int, clock: Cal
 
     short, sampled, forced = stand(1, SHORT), stand(1, SHORT, temperature=0.8), stand(1, SHORT, allowed=(RIGHT,))
     many, deep = stand(count, SHORT), stand(1, long)
-    least = _Least()
-    for turn in range(-1, MAX_TURNS):
-        if turn >= MIN_TURNS and clock() - began > SECONDS:
-            break
-        if turn == 0:  # the first turn warmed up
-            least = _Least()
-        for num_rows in ROWS if turn >= 0 else ROWS[-1:]:
-            least.take("short", short.step(num_rows - 1))
-        least.take("sampled", sampled.step(15))
-        least.take("forced wrong", forced.step(15))
-        least.take("forced right", forced.step(15, RIGHT))
-        least.take("many", many.step(0))
-        least.take("deep", deep.step(0))
-        least.take("deep", deep.step(ROWS[-1] - 1))
-    return _costs(least, count, long, deep.prompt_seconds)
+    turns: list[Turn] = []
+    while len(turns) < MIN_TURNS or (len(turns) < MAX_TURNS and clock() - began < SECONDS):
+        turn: Turn = {}
+        for kind, stood, num_nodes, token_id in (
+            *(("short", short, num_rows - 1, WRONG) for num_rows in ROWS),
+            ("sampled", sampled, 15, WRONG),
+            ("wrong", forced, 15, WRONG),
+            ("right", forced, 15, RIGHT),
+            ("many", many, 0, WRONG),
+            ("deep", deep, 0, WRONG),
+            ("deep", deep, ROWS[-1] - 1, WRONG),
+        ):
+            num_rows, seconds = stood.step(num_nodes, token_id)
+            turn[kind, num_rows] = seconds
+        turns.append(turn)
+    return _costs(settled(turns[1:]), count, long, deep.prompt_seconds)  # the first turn warmed up
 
 
-def _costs(least: _Least, count: int, long: int, prompt_seconds: float) -> StepCosts:
+def _costs(seconds: Turn, count: int, long: int, prompt_seconds: float) -> StepCosts:
     """Slopes from differences between kinds; what noise made negative is 0."""
-    curve = monotone(least.of("short"))
+
+    def of(name: str) -> list[tuple[int, float]]:
+        return sorted((rows, value) for (kind, rows), value in seconds.items() if kind == name)
+
+    curve = monotone(of("short"))
     last = len(curve) - 1
 
-    def above(kind: str, at: int = 0) -> tuple[int, float]:
+    def above(name: str, at: int = 0) -> tuple[int, float]:
         """Rows, and seconds beyond those of as many rows of the short sequence."""
-        rows, seconds = least.of(kind)[at]
-        return rows, max(seconds - curve[min(rows, last)], 0.0)
+        rows, value = of(name)[at]
+        return rows, max(value - curve[min(rows, last)], 0.0)
 
     sampled_rows, sampled = above("sampled")
-    (nodes, wrong), (_, right) = least.of("forced wrong")[0], least.of("forced right")[0]
-    _, many = above("many")
-    (_, context), (rows, contexts) = above("deep"), above("deep", -1)
+    (rows, wrong), (_, right) = of("wrong")[0], of("right")[0]
+    (_, context), (deep_rows, contexts) = above("deep"), above("deep", -1)
     return StepCosts(
         curve=curve,
         row=max(prompt_seconds - curve[last], 0.0) / (long - last),
-        sequence=many / max(count - 1, 1),
-        accepted=max(right - wrong, 0.0) / (nodes - 1),
+        sequence=above("many")[1] / max(count - 1, 1),
+        accepted=max(right - wrong, 0.0) / (rows - 1),
         context=context / long,
-        node_context=max(contexts - context, 0.0) / long / (rows - 1),
+        node_context=max(contexts - context, 0.0) / long / (deep_rows - 1),
         sampled=sampled / sampled_rows,
     )

@@ -137,7 +137,7 @@ class DraftModelDrafter:
         return self._decoder.forward(ids, batch.positions, batch.slots, batch.attention, self._layers.kv)
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        return self._decoder.logits(hidden)[:, : self._num_ids]
+        return self._decoder.logits(hidden)[:, : self._num_ids].contiguous()
 
     def observe(self, view: DraftRow, result: StepResult) -> None:
         self._trees.learn(view.sequence_id, result)

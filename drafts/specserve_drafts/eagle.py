@@ -70,7 +70,7 @@ class EagleDrafter:
         self.head = head
         self._forward = forward
         self._reads_features = bool(head.config.feature_layers)
-        forward.keep(hidden=not self._reads_features, feature_layers=head.config.feature_layers)
+        forward.kept.keep(hidden=not self._reads_features, feature_layers=head.config.feature_layers)
         layers, _, _, kv_heads, _, head_dim = head.kv_shape(1, 1)
         self._layers = DraftLayers(
             forward,
@@ -108,7 +108,7 @@ class EagleDrafter:
 
     def _fill(self, batch: DraftBatch) -> Tensor:
         """Rows of committed tokens, from what the target kept of the tokens before them."""
-        kept = self._forward.features if self._reads_features else self._forward.hidden
+        kept = self._forward.kept.features if self._reads_features else self._forward.kept.hidden
         hidden = self.head.fuse(kept(batch.previous))
         hidden[torch.tensor(batch.previous) < 0] = 0.0  # slot 0, which nobody reads
         return self._run(batch, hidden)

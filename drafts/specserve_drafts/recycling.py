@@ -200,7 +200,7 @@ class RecyclingDrafter:
         self._ranks = Ranks()
         self._unread: dict[str, list[int]] = {}  # prompt positions to look up, next one last
         if forward is not None:
-            forward.keep(hidden=True)
+            forward.kept.keep(hidden=True)
 
     def start(self, view: DraftRow) -> None:
         if self._forward is not None:
@@ -284,7 +284,7 @@ class RecyclingDrafter:
         if not reads:
             return
         size = forward.page_size
-        hidden = forward.hidden([row.pages[i // size] * size + i % size for row, i in reads])
+        hidden = forward.kept.hidden([row.pages[i // size] * size + i % size for row, i in reads])
         logits = forward.decoder.logits(hidden)
         best = forward.ops.top_ids(logits, min(NUM_SUCCESSORS, logits.shape[1])).tolist()
         for (row, i), ids in zip(reads, best, strict=True):

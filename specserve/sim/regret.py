@@ -1,8 +1,8 @@
 """How much the controller loses against the best fixed draft length in hindsight, on a clock of its own.
 
-A world has a cost for every step and a truth about every guess; a trace says how many answers run at once, how well they
-are guessed, and when that changes, in tokens committed, so that every policy does the same work. The product's
-controller plays it twice: choosing for itself, and with its length fixed to each K. No engine and no model take part.
+A world has a cost for every step and a truth about every guess; a trace says how many answers run at once, how well
+they are guessed, and when that changes, in tokens committed, so that every policy does the same work. The product's
+controller plays it, once choosing for itself, and with its length fixed to each K. No engine and no model take part.
 """
 
 from __future__ import annotations
@@ -63,10 +63,13 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """`slowness` and `noise` (relative) come on top of the costs that the controller knows; `drafting`: seconds of a
-    call, of each sequence and of each node."""
+    """`slowness` and `noise` (relative) come on top of `costs`; the controller believes `believed`, if that differs.
+
+    `drafting`: seconds of a call, of each sequence and of each node.
+    """
 
     costs: StepCosts = MACHINE
+    believed: StepCosts | None = None
     slowness: float = 1.0
     noise: float = 0.03
     drafting: tuple[float, float, float] = (2e-5, 8e-5, 5e-6)
@@ -158,7 +161,8 @@ class Game:
     """One policy in one world."""
 
     def __init__(self, world: World, num_draft_tokens: int | None, name: str) -> None:
-        self.controller = Controller(SpeculationConfig(drafter="ngram", num_draft_tokens=num_draft_tokens), world.costs)
+        costs = world.believed or world.costs
+        self.controller = Controller(SpeculationConfig(drafter="ngram", num_draft_tokens=num_draft_tokens), costs)
         self.seconds = 0.0
         self.num_steps = self.num_drafting_steps = self.num_nodes = 0
         self._world = world

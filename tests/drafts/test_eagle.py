@@ -150,10 +150,10 @@ class Expected:
 
     def features(self, ids: Sequence[int]) -> Tensor:
         hand = Hand(self.target)
-        hand.runner.keep(hidden=True, feature_layers=self.layers)
+        hand.runner.kept.keep(hidden=True, feature_layers=self.layers)
         hand.feed(ids, 0)
         slots = hand.slots(0, len(ids)).tolist()
-        return hand.runner.features(slots) if self.layers else hand.runner.hidden(slots)
+        return hand.runner.kept.features(slots) if self.layers else hand.runner.kept.hidden(slots)
 
     def chain(self, ids: Sequence[int], length: int, start: int = 1, noise: Any = None) -> list[int]:
         """Best first tokens after `ids`, whose last is the root; the head sees slots from `start` on."""

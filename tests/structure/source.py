@@ -29,6 +29,9 @@ PURE = (
     "pages",
     "prefix",
     "scheduler",
+    "costs",
+    "survival",
+    "goodput",
     "controller",
 )
 

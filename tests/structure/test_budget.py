@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from structure.source import PURE, modules
 
 ENGINE = (
-    *(name for name in PURE if name not in ("events", "validation", "constraint")),
+    *(name for name in PURE if name not in ("events", "validation", "constraint", "costs", "survival", "goodput")),
     "batch",
     "runner",
     "sample",

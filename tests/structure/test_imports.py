@@ -28,17 +28,20 @@ TABLE: dict[str, frozenset[str]] = {
     "trace": PURE_ROWS,
     "answertext": PURE_ROWS,
     "logprobs": PURE_ROWS | {"processors", "sample", TORCH},
-    "commit": PURE_ROWS | {"answertext", "processors", "metrics", "grammar"},
-    "drafting": PURE_ROWS | {"metrics"},
+    "choice": PURE_ROWS | {"answertext", "processors", "grammar"},
+    "commit": PURE_ROWS | {"answertext", "choice", "metrics"},
+    "drafting": PURE_ROWS | {"metrics", "trace"},
     "models": frozenset({"config", "errors", "specserve_kernels", TORCH}),
-    "runner": PURE_ROWS | {"batch", "models", "specserve_kernels", TORCH},
-    "forward": frozenset({"models", "specserve_kernels", TORCH}),
+    "runner": PURE_ROWS | {"batch", "kept", "models", "specserve_kernels", TORCH},
+    "kept": frozenset({TORCH}),
+    "forward": frozenset({"kept", "models", "specserve_kernels", TORCH}),
     "specserve_drafts": PURE_ROWS
     | {"batch", "block", "forward", "sample", "models", "grammar", "specserve_kernels", TORCH},
-    "drawing": PURE_ROWS | {"batch", "block", "processors", "sample", "commit"},
+    "drawing": PURE_ROWS | {"choice", "batch", "block", "processors", "sample", "commit"},
     "engine": PURE_ROWS
-    | {"batch", "processors", "sample", "logprobs", "drawing", "verify", "answertext", "commit", "drafting", "grammar"}
-    | {"metrics", "trace"},
+    | {"batch", "processors", "sample", "logprobs", "drawing", "verify", "answertext", "choice", "commit", "drafting"}
+    | {"grammar", "metrics", "trace"},
+    "sweep": PURE_ROWS | {"engine"},
     "v1": frozenset(),
     "provenance": frozenset(),
     "tables": frozenset(),
@@ -56,7 +59,7 @@ TABLE["server.worker"] = _OFFLINE | {"server", "grammar"}  # the protocols that 
 TABLE["specserve_drafts.train"] = TABLE["specserve_drafts"] | {"specserve_drafts", "llm"}
 TABLE["server"] = PURE_ROWS | {"tokenizer", "metrics", "trace", "v1"}
 _ALL = PURE_ROWS | {row for row in TABLE if not row.startswith(("specserve_kernels", "specserve_drafts"))}
-TABLE["cli"] = _ALL | {"specserve"}
+TABLE["cli"] = _ALL | {"specserve", "cli.train"}
 TABLE["cli.train"] = TABLE["cli"] | {"cli", "specserve_drafts", "specserve_drafts.train"}
 TABLE["specserve"] = PURE_ROWS | {"llm"}
 

@@ -25,11 +25,10 @@ from specserve_kernels.triton.launch import (
     GEMM_STAGES,
     GEMM_WARPS,
     GEMM_WIDE_OUT,
-    INTERPRETED,
     start,
 )
+from specserve_kernels.triton.numerals import product, rounded
 
-_WIDEN = tl.constexpr(INTERPRETED)  # numpy has no bf16: the interpreter would multiply the bits
 _BASE = tl.constexpr(float(BASE))
 
 
@@ -48,11 +47,9 @@ def linear_kernel(
         k = first + step
         left = tl.load(x_row + k[None, :], mask=(row < rows)[:, None] & (k < size)[None, :], other=0.0)
         right = tl.load(weight_row + k[:, None], mask=(k < size)[:, None] & (output < outs)[None, :], other=0.0)
-        if _WIDEN:
-            left, right = left.to(tl.float32), right.to(tl.float32)
-        total = tl.dot(left, right, total, input_precision="ieee")
+        total = product(left, right, total)
     place = out + row.to(tl.int64)[:, None] * outs + output[None, :]
-    tl.store(place, total.to(out.dtype.element_ty), mask=(row < rows)[:, None] & (output < outs)[None, :])
+    tl.store(place, rounded(total, out.dtype.element_ty), mask=(row < rows)[:, None] & (output < outs)[None, :])
 
 
 @triton.jit
@@ -77,7 +74,7 @@ def linear_int8_kernel(
     weight_scales = tl.load(weight_scale + output, mask=output < outs, other=0.0)[None, :]
     value = (highs.to(tl.float32) * _BASE + lows.to(tl.float32)) * scales * weight_scales
     place = out + row.to(tl.int64)[:, None] * outs + output[None, :]
-    tl.store(place, value.to(out.dtype.element_ty), mask=(row < rows)[:, None] & (output < outs)[None, :])
+    tl.store(place, rounded(value, out.dtype.element_ty), mask=(row < rows)[:, None] & (output < outs)[None, :])
 
 
 def linear(x: Tensor, weight: LinearWeight, out_dtype: torch.dtype | None = None) -> Tensor:

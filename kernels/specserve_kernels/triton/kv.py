@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specserve_kernels.triton.launch import MOVE_DIM, MOVE_SLOTS, ROW_WARPS, padded, start
+from specserve_kernels.triton.numerals import rounded
 
 E4M3_MAX = 448.0
 
@@ -59,7 +60,7 @@ def write_kv_kernel(
     head = tl.arange(0, HEADS)[:, None]
     dim = tl.arange(0, DIM_PADDED)[None, :]
     slot = tl.load(slots + row)
-    mask = (head < KV_HEADS) & (dim < DIM) & (slot >= 0)
+    mask = (head < tl.where(slot >= 0, KV_HEADS, 0)) & (dim < DIM)
     source = (row * KV_HEADS + head) * DIM + dim
     place = _slot_offset(slot, head, KV_HEADS, PAGE, DIM) + dim
     k_scale, v_scale = 1.0, 1.0
@@ -102,15 +103,15 @@ def rope_write_kv_kernel(
         cos = tl.load(angle, mask=mask, other=0.0)
         sin = tl.load(angle + HALF, mask=mask, other=0.0)
         left, right = first.to(tl.float32), second.to(tl.float32)
-        first = (left * cos - right * sin).to(qkv.dtype.element_ty)
-        second = (right * cos + left * sin).to(qkv.dtype.element_ty)
+        first = rounded(left * cos - right * sin, qkv.dtype.element_ty)
+        second = rounded(right * cos + left * sin, qkv.dtype.element_ty)
     if index < Q_HEADS:
         target = q_out + (row * Q_HEADS + index) * (2 * HALF) + pair
         tl.store(target, first, mask=mask)
         tl.store(target + HALF, second, mask=mask)
     else:
         slot = tl.load(slots + row)
-        mask = mask & (slot >= 0)
+        mask = pair < tl.where(slot >= 0, HALF, 0)
         of_v = index >= Q_HEADS + KV_HEADS
         head = index - Q_HEADS - tl.where(of_v, KV_HEADS, 0)
         place = _slot_offset(slot, head, KV_HEADS, PAGE, 2 * HALF) + pair

@@ -22,6 +22,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 # Attention: query rows of one tile (rows of a sequence × query heads of one kv head). not yet measured
 EXACT_TILE = 64
+EXACT_TILE_FP32 = 16  # fp32 products take no tensor core and hold everything in registers
 FAST_TILE_SMALL = 16
 FAST_TILE_LARGE = 64
 # Positions of one split. Exact: part of the definition, a multiple of every block below. not yet measured
@@ -29,10 +30,9 @@ EXACT_SPLIT = 256
 # Fast: the fewest keys of a split, and how many programs fill a device (132 SMs × 2). not yet measured
 FAST_SPLIT_MIN = 128
 FAST_PROGRAMS = 264
-# Keys of one block, by padded head size; fp32 has its own because its products take no tensor core. not yet measured
-ATTENTION_BLOCK = {16: 64, 32: 64, 64: 64, 128: 64, 256: 32}
-ATTENTION_BLOCK_FP32 = {16: 32, 32: 32, 64: 32, 128: 16, 256: 16}
-ATTENTION_WARPS = 4  # not yet measured
+# By padded head size: keys of one block, and warps. The largest that spill nothing anywhere; not yet measured
+ATTENTION_BLOCK = {16: (64, 4), 32: (64, 4), 64: (64, 4), 128: (32, 4), 256: (32, 8)}
+ATTENTION_BLOCK_FP32 = {16: (16, 4), 32: (16, 4), 64: (16, 4), 128: (16, 4), 256: (16, 8)}
 ATTENTION_STAGES = 2  # not yet measured
 # Partial results of exact attention that may exist at once; rows beyond it are done in a second launch.
 ATTENTION_WORKSPACE_BYTES = 256 << 20

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specserve_kernels.triton.launch import ELEMENT_BLOCK, NORM_BLOCK, ROW_WARPS, padded, start
+from specserve_kernels.triton.numerals import rounded
 
 
 @triton.jit
@@ -26,7 +27,7 @@ def rms_norm_kernel(x, delta, weight, total, out, size, eps, ADD: tl.constexpr, 
         value = tl.load(x + row + column, mask=column < size, other=0.0).to(tl.float32)
         if ADD:
             value += tl.load(delta + row + column, mask=column < size, other=0.0).to(tl.float32)
-            stored = value.to(total.dtype.element_ty)
+            stored = rounded(value, total.dtype.element_ty)
             tl.store(total + row + column, stored, mask=column < size)
             value = stored.to(tl.float32)
         squares += value * value
@@ -36,10 +37,10 @@ def rms_norm_kernel(x, delta, weight, total, out, size, eps, ADD: tl.constexpr, 
         value = tl.load(x + row + column, mask=column < size, other=0.0).to(tl.float32)
         if ADD:  # the sum again: what this program stored may not be visible to its other threads
             value += tl.load(delta + row + column, mask=column < size, other=0.0).to(tl.float32)
-            value = value.to(total.dtype.element_ty).to(tl.float32)
-        normed = (value / root).to(out.dtype.element_ty).to(tl.float32)
+            value = rounded(value, total.dtype.element_ty).to(tl.float32)
+        normed = rounded(value / root, out.dtype.element_ty).to(tl.float32)
         scaled = normed * tl.load(weight + column, mask=column < size, other=0.0).to(tl.float32)
-        tl.store(out + row + column, scaled.to(out.dtype.element_ty), mask=column < size)
+        tl.store(out + row + column, rounded(scaled, out.dtype.element_ty), mask=column < size)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -67,7 +68,7 @@ def silu_mul_kernel(gate_up, out, inner, BLOCK: tl.constexpr):
     gate = tl.load(gate_up + row * 2 * inner + column, mask=column < inner, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * inner + inner + column, mask=column < inner, other=0.0).to(tl.float32)
     value = gate / (1.0 + tl.exp(-gate)) * up
-    tl.store(out + row * inner + column, value.to(out.dtype.element_ty), mask=column < inner)
+    tl.store(out + row * inner + column, rounded(value, out.dtype.element_ty), mask=column < inner)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
@@ -91,8 +92,8 @@ def rope_kernel(x, positions, table, out, heads, HALF: tl.constexpr, HALF_PADDED
     mask = (head < heads)[:, None] & (pair < HALF)[None, :]
     first = tl.load(x + place, mask=mask, other=0.0).to(tl.float32)
     second = tl.load(x + place + HALF, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + place, (first * cos - second * sin).to(out.dtype.element_ty), mask=mask)
-    tl.store(out + place + HALF, (second * cos + first * sin).to(out.dtype.element_ty), mask=mask)
+    tl.store(out + place, rounded(first * cos - second * sin, out.dtype.element_ty), mask=mask)
+    tl.store(out + place + HALF, rounded(second * cos + first * sin, out.dtype.element_ty), mask=mask)
 
 
 def rope(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
@@ -113,8 +114,8 @@ def embed_kernel(ids, table, scale, out, size, SCALED: tl.constexpr, BLOCK: tl.c
     token = tl.load(ids + row)
     value = tl.load(table + token * size + column, mask=column < size, other=0)
     if SCALED:
-        value = value.to(tl.float32) * tl.load(scale + token)
-    tl.store(out + row * size + column, value.to(out.dtype.element_ty), mask=column < size)
+        value = rounded(value.to(tl.float32) * tl.load(scale + token), out.dtype.element_ty)
+    tl.store(out + row * size + column, value, mask=column < size)
 
 
 def embed(ids: Tensor, table: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:

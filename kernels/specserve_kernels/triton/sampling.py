@@ -36,7 +36,7 @@ def philox(counter, seed, draw_index, choice, purpose):
     c0 = counter.to(tl.uint32)
     c1 = c0 * 0 + (draw_index & 0xFFFFFFFF).to(tl.uint32)
     c2 = c0 * 0 + (choice & 0xFFFFFFFF).to(tl.uint32)
-    c3 = c0 * 0 + purpose
+    c3 = (c0 * 0 + purpose).to(tl.uint32)
     k0 = (seed & 0xFFFFFFFF).to(tl.uint32)
     k1 = ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
     a = c0 * 0 + 0xD2511F53

@@ -35,23 +35,22 @@ from specserve_kernels.triton.launch import (
     ATTENTION_BLOCK,
     ATTENTION_BLOCK_FP32,
     ATTENTION_STAGES,
-    ATTENTION_WARPS,
     ATTENTION_WORKSPACE_BYTES,
     EXACT_SPLIT,
     EXACT_TILE,
+    EXACT_TILE_FP32,
     FAST_PROGRAMS,
     FAST_SPLIT_MIN,
     FAST_TILE_LARGE,
     FAST_TILE_SMALL,
-    INTERPRETED,
     MERGE_SPLITS,
     MERGE_WARPS,
     padded,
     start,
 )
+from specserve_kernels.triton.numerals import product, rounded
 
 MAX_NODES = 64  # slots after the prefix that a tail may use in `fast` numerics: bits of one word
-_WIDEN = tl.constexpr(INTERPRETED)  # numpy has no bf16: the interpreter would multiply the bits
 _NODES = tl.constexpr(MAX_NODES)
 
 
@@ -68,14 +67,14 @@ class TiledRows(AttentionRows):
     first_rows: tuple[int, ...]
 
 
-def rows_in_tile(group: int, exact: bool) -> int:
-    """How many rows a tile holds where `group` query heads share a kv head."""
-    return max(1, (EXACT_TILE if exact else FAST_TILE_LARGE) // group)
+def rows_in_tile(group: int, dtype: torch.dtype) -> int:
+    """How many rows a tile holds where `group` query heads share a kv head; `dtype` is that of the queries."""
+    return max(1, (EXACT_TILE_FP32 if dtype is torch.float32 else min(EXACT_TILE, FAST_TILE_LARGE)) // group)
 
 
-def tiled(rows: AttentionRows, counts: Sequence[int], group: int, exact: bool) -> TiledRows:
+def tiled(rows: AttentionRows, counts: Sequence[int], group: int, dtype: torch.dtype) -> TiledRows:
     """Plan tiles for rows that come in runs of one sequence each; `counts` are the lengths of the runs, in order."""
-    most, bounds, first = rows_in_tile(group, exact), [], 0
+    most, bounds, first = rows_in_tile(group, dtype), [], 0
     for count in counts:
         bounds += [(first + done, min(most, count - done)) for done in range(0, count, most)]
         first += count
@@ -86,23 +85,16 @@ def tiled(rows: AttentionRows, counts: Sequence[int], group: int, exact: bool) -
 
 
 @triton.jit
-def _product(a, b, total):
-    """total + a @ b on tensor cores, fp32 sums in the order of the keys."""
-    if _WIDEN:
-        a, b = a.to(tl.float32), b.to(tl.float32)
-    return tl.dot(a, b, total, input_precision="ieee")
-
-
-@triton.jit
 def _values(codes, like):
     """Cache elements as the queries' type; e4m3 codes are fp16 bits in the wrong place, times 2^8."""
     if codes.dtype == tl.uint8:
         wide = codes.to(tl.int16)
         half = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
         value = half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
-        value = tl.where((wide & 0x7F) == 0x7F, float("nan"), value)
-        return value.to(like.dtype)
-    return codes
+        value = tl.where((wide & 0x7F) == 0x7F, float("nan"), value).to(like.dtype)
+    else:
+        value = codes
+    return value
 
 
 @triton.jit
@@ -130,7 +122,7 @@ def _attend_block(
     place = (((page * KV_HEADS + head) * PAGE + slot % PAGE) * DIM)[:, None] + dim
     seen = some[:, None] & (dim < DIM)
     keys = _values(tl.load(k_cache + place, mask=seen, other=0), queries)
-    score = _product(queries, tl.trans(keys), tl.zeros([queries.shape[0], keys.shape[0]], tl.float32))
+    score = product(queries, tl.trans(keys), tl.zeros([queries.shape[0], keys.shape[0]], tl.float32))
     if MASKED:
         score = tl.where(visible, score, float("-inf"))
     higher = tl.maximum(largest, tl.max(score, axis=1) * scale)
@@ -146,7 +138,7 @@ def _attend_block(
         caught = tl.max(tl.where(visible, tainted[None, :], 0), axis=1)
         total += tl.where(caught > 0, float("nan"), 0.0)[:, None]
         values = tl.where(finite, values, 0.0).to(queries.dtype)
-    return _product(prob.to(queries.dtype), values, total), higher, weight
+    return product(rounded(prob, queries.dtype), values, total), higher, weight
 
 
 @triton.jit
@@ -162,9 +154,10 @@ def attend_kernel(
     index = tl.program_id(0)
     head = tl.program_id(1)
     split = tl.program_id(2)
-    alone = index >= num_tiles if PLANNED else True
-    first, count = first_row + index, 1
+    first = first_row + index
+    count = 1
     if PLANNED:
+        alone = index >= num_tiles
         tile = tl.minimum(index, num_tiles - 1)
         first = tl.where(alone, first_row + index - num_tiles, tl.load(tiles + 2 * tile))
         count = tl.where(alone, 1, tl.load(tiles + 2 * tile + 1))
@@ -179,7 +172,7 @@ def attend_kernel(
     bits = tl.zeros([TILE], tl.int64)
     if EXACT:
         if PLANNED:
-            live = live & (alone == ((tail > 0) & (stop > prefix)))
+            live = live & (((tail > 0) & (stop > prefix)).to(tl.int32) == alone.to(tl.int32))
     elif depth > 0:
         bits, reach = _tree_masks(tail_slots, row, prefix, tail, depth, live)
     low = tl.maximum(prefix + tail - window, 0) if WINDOW else tl.zeros([TILE], tl.int32)
@@ -201,6 +194,8 @@ def attend_kernel(
     path = tail_slots + first.to(tl.int64) * depth
     path_start = tl.load(prefix_len + first)
     path_len = tl.load(tail_len + first)
+    if PLANNED:
+        path_len = tl.where(alone, path_len, 0)
     total = tl.zeros([TILE, DIM_PADDED], tl.float32)
     largest = tl.full([TILE], float("-inf"), tl.float32)
     weight = tl.zeros([TILE], tl.float32)
@@ -216,7 +211,7 @@ def attend_kernel(
         visible = n[None, :] < reach[:, None]
         if EXACT:
             step = n - path_start
-            in_tail = alone & (step >= 0) & (step < path_len)
+            in_tail = (step >= 0) & (step < path_len)
             slot = tl.where(in_tail, tl.load(path + step, mask=in_tail, other=0), n)
         else:
             bit = n[None, :] - prefix[:, None]
@@ -233,7 +228,7 @@ def attend_kernel(
 
     if DIRECT:
         result = tl.where((weight == 0.0)[:, None], 0.0, total / weight[:, None] * v_scale)
-        tl.store(out + place, result.to(out.dtype.element_ty), mask=live[:, None] & (dim < DIM))
+        tl.store(out + place, rounded(result, out.dtype.element_ty), mask=live[:, None] & (dim < DIM))
     else:
         found = live & (start < reach) if EXACT else live
         partial = ((row - first_row).to(tl.int64) * (KV_HEADS * GROUP) + query_head) * num_splits + split
@@ -273,7 +268,7 @@ def merge_kernel(
     divisor = tl.sum(weight, axis=0)
     result = tl.where(divisor == 0.0, 0.0, total / divisor)
     place = (row.to(tl.int64) * HEADS + head) * DIM + dim
-    tl.store(out + place, result.to(out.dtype.element_ty), mask=dim < DIM)
+    tl.store(out + place, rounded(result, out.dtype.element_ty), mask=dim < DIM)
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,6 +294,8 @@ class _Call:
     @property
     def tile(self) -> int:
         """Query rows of a tile; in exact numerics always the same."""
+        if self.q.dtype is torch.float32:
+            return padded(max(EXACT_TILE_FP32, self.group))
         if self.exact:
             return padded(max(EXACT_TILE, self.group))
         most = self.rows_in_tile * self.group
@@ -374,7 +371,7 @@ def _attend(call: _Call, tiles: range, some_rows: range) -> None:
     totals = call.out if direct else q.new_empty(partials, dim, dtype=torch.float32)
     largest, weight = (totals if direct else q.new_empty(partials, dtype=torch.float32) for _ in range(2))
     lone = len(some_rows) if call.exact and planned and depth else 0
-    block = (ATTENTION_BLOCK_FP32 if q.dtype is torch.float32 else ATTENTION_BLOCK)[padded(dim, 16)]
+    block, warps = (ATTENTION_BLOCK_FP32 if q.dtype is torch.float32 else ATTENTION_BLOCK)[padded(dim, 16)]
     start(
         attend_kernel, (len(tiles) + lone, kv_heads, call.splits), q, call.k_cache, call.v_cache, call.scales, totals,
         largest, weight, rows.tiles[tiles.start :] if isinstance(rows, TiledRows) else rows.sequence, rows.sequence,
@@ -382,7 +379,7 @@ def _attend(call: _Call, tiles: range, some_rows: range) -> None:
         rows.page_table.shape[1], call.split_size, call.splits, call.window, call.scale * math.log2(math.e),
         GROUP=call.group, KV_HEADS=kv_heads, PAGE=page_size, DIM=dim, DIM_PADDED=padded(dim, 16), TILE=call.tile,
         BLOCK=block, PLANNED=planned, EXACT=call.exact, DIRECT=direct, FP8=call.k_cache.dtype is torch.uint8,
-        WINDOW=call.window > 0, warps=ATTENTION_WARPS, stages=ATTENTION_STAGES,
+        WINDOW=call.window > 0, warps=warps, stages=ATTENTION_STAGES,
     )  # fmt: skip
     if not direct:
         start(

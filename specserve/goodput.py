@@ -1,0 +1,79 @@
+"""Tokens a second of a whole step: which draft nodes raise them most.
+
+A step with more nodes commits more tokens and takes longer. Both are expected values, the tokens from the nodes' chance
+of survival, the seconds from measured costs, and their quotient is what is maximised. Before anything is proposed it is
+known how many nodes of each level of survival to expect (`best_level`), afterwards what there is (`best_prefix`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
+from itertools import accumulate
+from operator import mul, sub
+from typing import NamedTuple
+
+from specserve.costs import StepCosts, StepLoad
+from specserve.survival import LEVELS
+
+MARGIN = 1.01  # drafting must promise so much more than not drafting
+
+
+class Choice(NamedTuple):
+    """Draft nodes of survival `LEVELS[level]` and better (-1: none).
+
+    `rate`: tokens a second of the whole step; `nodes`: how many there will be; `worth[i]`: tokens that a node of level
+    i gains, after the price of its rows.
+    """
+
+    level: int
+    rate: float
+    nodes: float
+    worth: tuple[float, ...]
+
+    def gain(self, counts: SequenceOf[float]) -> float:
+        """Tokens gained by a sequence that offers so many nodes of each level."""
+        return sum(map(mul, self.worth, counts), 0.0)
+
+
+def best_level(counts: Iterable[float], load: StepLoad, costs: StepCosts, drafting: float, extra: float) -> Choice:
+    """The level of survival down to which nodes are to be drafted.
+
+    Args:
+        counts: expected nodes of each level, over all sequences that may draft.
+        load: the step without them.
+        drafting: seconds that their drafters take.
+        extra: seconds of a node, beside those of its row.
+    """
+    plain, num_rows = costs.seconds(load), load.num_rows
+    base, rows = costs.rows(num_rows), costs.rows
+    rate, best, price, most = MARGIN * load.num_sequences / plain, -1, 0.0, 0.0
+    nodes = accepted = 0.0
+    for level, count in enumerate(counts):
+        nodes += count
+        accepted += count * LEVELS[level]
+        more = rows(num_rows + nodes) - base + nodes * extra
+        reached = (load.num_sequences + accepted) / (plain + drafting + more + accepted * costs.accepted)
+        if reached > rate:
+            rate, best, price, most = reached, level, reached * more / nodes, nodes
+    worth = tuple(survival * (1.0 - rate * costs.accepted) - price for survival in LEVELS[: best + 1])
+    return Choice(best, rate, most, worth)
+
+
+def best_prefix(worths: SequenceOf[float], num_rows: int, rate: float, costs: StepCosts) -> list[bool]:
+    """Which nodes to keep: of all prefixes of the nodes in descending order of worth, the one that gains most.
+
+    Args:
+        worths: expected tokens of each node, less what it costs beside its row, at `rate`; ancestors come first.
+        num_rows: rows of the step without these nodes.
+        rate: tokens a second that a second is worth.
+
+    All prefixes are tried, since the seconds of rows are a staircase.
+    """
+    order = sorted(range(len(worths)), key=worths.__getitem__, reverse=True)
+    prices = [rate * seconds for seconds in costs.further_rows(num_rows, len(order))]
+    gains = list(map(sub, accumulate(map(worths.__getitem__, order), initial=0.0), prices))
+    kept = [False] * len(order)
+    for node in order[: gains.index(max(gains))]:
+        kept[node] = True
+    return kept
