@@ -82,23 +82,29 @@ def off_by(spread: float) -> Tables:
     return Tables(some_target, lambda prefix: some_target(prefix) + random_logits(prefix, 37, spread))
 
 
-def _logs(*probs: float) -> Floats:
-    return np.log(np.array(probs, np.float32))
+EVEN = (0.25, 0.25, 0.25, 0.25)
 
 
-def trap_target(prefix: Ids) -> Floats:
-    """Ids of the second token that the drafter loves are seldom wanted; after the others all is even."""
-    if len(prefix) == len(PROMPT) + 1:
-        return _logs(0.1, 0.3, 0.3, 0.3)
-    return _logs(0.01, 0.97, 0.01, 0.01) if len(prefix) == len(PROMPT) + 2 and not prefix[-1] else _logs(*[0.25] * 4)
+def trap(
+    second: Sequence[Sequence[float]], after_zero: Sequence[Sequence[float]], after_others: Sequence[Sequence[float]]
+) -> Tables:
+    """(target's, drafter's) laws of the second token, and of the third after a 0 and after others; then all is even."""
+
+    def logits(which: int, prefix: Ids) -> Floats:
+        length = len(prefix) - len(PROMPT)
+        third = after_others if prefix[-1] else after_zero
+        laws = second if length == 1 else third if length == 2 else (EVEN, EVEN)
+        return np.log(np.array(laws[which], np.float32))
+
+    return Tables(partial(logits, 0), partial(logits, 1))
 
 
-def trap_draft(prefix: Ids) -> Floats:
-    return _logs(0.85, 0.05, 0.05, 0.05) if len(prefix) == len(PROMPT) + 1 else _logs(*[0.25] * 4)
-
-
-# whether its first draft is dropped depends much on the second one: what a step kept tells a lot of what it did not
-TRAP = Tables(trap_target, trap_draft)
+# Drafts of 0 are dropped oftener than not. Whether depends, in this order: on the second draft; on the last coin; and
+# what replaces a second draft depends much on how much of the first one was owed.
+SECOND = (0.45, 0.19, 0.18, 0.18), (0.85, 0.05, 0.05, 0.05)
+DRAFT_TRAP = trap(((0.1, 0.3, 0.3, 0.3), SECOND[1]), ((0.01, 0.97, 0.01, 0.01), EVEN), (EVEN, EVEN))
+COIN_TRAP = trap(SECOND, (EVEN, EVEN), (EVEN, (0.55, 0.15, 0.15, 0.15)))
+RESIDUAL_TRAP = trap(SECOND, ((0.59, 0.39, 0.01, 0.01), (0.1, 0.3, 0.3, 0.3)), (EVEN, EVEN))
 
 
 class TableRunner(HashRunner):
@@ -245,7 +251,8 @@ LAWS: dict[str, tuple[Tables, Sequence[int] | None, dict[str, Any]]] = {
     "penalties": (off_by(0.9), None, {"repetition_penalty": 1.6, "frequency_penalty": 0.7, "presence_penalty": 0.4}),
     "truncated": (off_by(0.9), None, {"top_k": 3, "top_p": 0.9, "temperature": 1.2}),
     "draft vocabulary": (off_by(0.9), (3, 0, 1), {}),
-    "trap": (TRAP, None, {"temperature": 1.0}),
+    "trap of drafts": (DRAFT_TRAP, None, {"temperature": 1.0}),
+    "trap of coins": (COIN_TRAP, None, {"temperature": 1.0}),
 }
 
 
@@ -336,12 +343,12 @@ def _plain_residual(real: Any, position: int, weights: Any, target_probs: Any, d
 
 
 PLANTED: dict[str, tuple[Tables, Any, str, Callable[..., Any]]] = {
-    "draft noise by position alone": (TRAP, grow, "draft_purpose", lambda real, depth: PURPOSE_DRAFT),
-    "the target's noise for drafts": (TRAP, grow, "draft_purpose", lambda real, depth: PURPOSE_TARGET),
-    "acceptance noise by position alone": (off_by(0.9), block, "_noise", _coins_by_position),
+    "draft noise by position alone": (DRAFT_TRAP, grow, "draft_purpose", lambda real, depth: PURPOSE_DRAFT),
+    "the target's noise for drafts": (DRAFT_TRAP, grow, "draft_purpose", lambda real, depth: PURPOSE_TARGET),
+    "acceptance noise by position alone": (COIN_TRAP, block, "_noise", _coins_by_position),
     "another q than was sampled from": (off_by(0.9), SampledChain, "rows", _flatter),
     "a chain that ends where an id was unlikely": (off_by(0.9), TreeGrower, "grow", _cut_where_unsure),
-    "residual of p - q": (off_by(0.9), block, "block_residual", _plain_residual),
+    "residual of p - q": (RESIDUAL_TRAP, block, "block_residual", _plain_residual),
 }
 
 
@@ -354,8 +361,9 @@ def test_planted_errors_are_caught(error: str, monkeypatch: pytest.MonkeyPatch) 
         return wrong(real, *arguments)
 
     monkeypatch.setattr(owner, name, planted)
-    temperature = 1.0 if tables is TRAP else 0.8
-    assert p_value(Bench(tables), NUM_ANSWERS, temperature=temperature) < THRESHOLD
+    value = p_value(Bench(tables), NUM_ANSWERS * 2 // 3, temperature=1.0)
+    print(f"{error}: p = {value:.1e}")
+    assert value < THRESHOLD
 
 
 # ---- what it is good for --------------------------------------------------------------------------------------------

@@ -262,8 +262,8 @@ def parsed_table() -> dict[str, set[str]]:
         allowed |= {TORCH} if re.search(r"\btorch\b", may) else set()
         if may == "everything above":
             allowed = {*PURE, TORCH, *found}
-        if may == "anything in specserve":
-            allowed = {name for name in existing() if not name.startswith(("specserve_kernels", "specserve_drafts"))}
+        if may.startswith("anything in specserve"):
+            allowed |= {name for name in existing() if not name.startswith(("specserve_kernels", "specserve_drafts"))}
         for row in rows:
             found[row] = allowed - {row}
     return found

@@ -91,7 +91,7 @@ class Level:
 
 
 Expand = Callable[[Level], Tensor]
-"""Runs the nodes of a level and returns their logits, fp32 [rows, draft vocabulary]; `grow` may overwrite them."""
+"""Runs the nodes of a level; returns logits, fp32 [rows, draft vocabulary], contiguous. `grow` overwrites them."""
 
 
 class TreeGrower:
@@ -111,11 +111,11 @@ class TreeGrower:
 
     @torch.inference_mode()
     def grow(self, roots: Sequence[Root], logits: Tensor, expand: Expand) -> list[DraftTree]:
-        """One tree per root; empty where logits were not finite.
+        """One tree per root; empty where the best logits of a row were not finite.
 
         Args:
             roots: all with cap >= 1.
-            logits: fp32 [roots, draft vocabulary], of the root rows; overwritten.
+            logits: fp32 [roots, draft vocabulary], of the root rows, contiguous; overwritten.
             expand: called at most `shape.depth - 1` times, with nodes to run.
         """
         if not roots:
@@ -219,7 +219,7 @@ class _Guesses:
             self._perturb(level, logits, np.flatnonzero(sampled & ~chains))
         columns = self._ops.top_ids(logits, min(NUM_RIVALS, logits.shape[1]))
         scores = logits.gather(1, columns).numpy().astype(np.float64)
-        finite = np.isfinite(scores[:, 0])  # NaN and infinity would be first
+        finite = np.isfinite(scores[:, 0])  # a lone NaN may be passed over by the backend, a row of them cannot
         with np.errstate(invalid="ignore"):
             weights = np.exp(scores - scores[:, :1])
         shares = weights / weights.sum(axis=1, keepdims=True)
