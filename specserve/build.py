@@ -78,20 +78,18 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
     runner = CpuRunner(decoder, ops, cache.num_pages, cache.page_size, folder)
     drafters = make_drafters(config.speculation, runner)
     limits = replace(limits, drafters=("off", *drafters))
-    costs = step_costs(config, limits, runner, tokenizer)
-    controller = Controller(config.speculation, costs)
+    controller = Controller(config.speculation, step_costs(config, limits, runner, tokenizer))
     engine = Engine(config, limits, runner, ops, tokenizer, drafters, controller)
     environment = describe_environment(config, decoder)
+    tokens = (folder / "tokenizer.json").read_text(encoding="utf-8")
     return Built(
         engine=engine,
         tokenizer=tokenizer,
-        grammars=GrammarCompiler(
-            (folder / "tokenizer.json").read_text(encoding="utf-8"), limits.vocab_size, limits.eos_token_ids
-        ),
+        grammars=GrammarCompiler(tokens, limits.vocab_size, limits.eos_token_ids),
         model_name=config.served_model_name or config.model,
         folder=folder,
         environment=environment,
-        startup_lines=[environment, cache_line(limits, runner), speculation_line(config), *costs_lines(costs)],
+        startup_lines=[environment, *startup_lines(config, limits, runner, controller)],
     )
 
 
@@ -197,19 +195,24 @@ def cache_line(limits: ModelLimits, runner: CpuRunner) -> str:
     )
 
 
-def costs_lines(costs: StepCosts | None) -> list[str]:
-    """`step costs: 1 row … ms, 16 rows … ms, …`; nothing where they were not measured."""
-    if costs is None:
-        return []
-    told = ", ".join(f"{count} rows {1e3 * costs.rows(count):.1f} ms" for count in (1, 16, 32, 64))
-    return [f"step costs: {told}; a prompt row {1e6 * costs.row:.0f} us"]
+def startup_lines(config: EngineConfig, limits: ModelLimits, runner: CpuRunner, controller: Controller) -> list[str]:
+    """What was settled: the pool, speculation, and the costs by which draft lengths are chosen, if they are."""
+    lines, costs = [cache_line(limits, runner), speculation_line(config, limits)], controller.costs
+    if costs is not None:
+        told = ", ".join(f"{count} rows {1e3 * costs.rows(count):.1f} ms" for count in (1, 16, 32, 64))
+        lines.append(f"step costs: {told}; a prompt row {1e6 * costs.row:.0f} us")
+    return lines
 
 
-def speculation_line(config: EngineConfig) -> str:
-    """Loud about whether anything will be drafted."""
+def speculation_line(config: EngineConfig, limits: ModelLimits) -> str:
+    """Loud about whether anything will be drafted, and by whom."""
     speculation = config.speculation
     if speculation.drafter == "off" or speculation.num_draft_tokens == 0:
         return "speculation: off (requests may ask for a drafter)"
+    who = speculation.drafter
+    if who == "auto":
+        head = "an EAGLE head" if "eagle" in limits.drafters else "no EAGLE head for this model"
+        who = f"auto (suffix, recycling, predictions; {head})"
     count = speculation.num_draft_tokens
     how_many = "as many draft tokens as pay" if count is None else f"up to {count} draft tokens"
-    return f"speculation: {speculation.drafter}, {how_many} a step"
+    return f"speculation: {who}, {how_many} a step"

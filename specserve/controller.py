@@ -38,10 +38,7 @@ def fixed_nodes(sequence: Sequence, config: SpeculationConfig) -> int | None:
 
 
 class Controller:
-    """Draft budgets of an engine. Without `costs` each tree has 5 nodes and none is trimmed.
-
-    Wherever seconds are compared they are those of the machine as it was measured, at scale 1.
-    """
+    """Draft budgets of an engine. Without `costs` each tree has 5 nodes and none is trimmed. Seconds are at scale 1."""
 
     def __init__(self, config: SpeculationConfig, costs: StepCosts | None = None) -> None:
         self.config = config
@@ -80,14 +77,11 @@ class Controller:
     def _open(self, sequence: Sequence) -> Track:
         drafter = drafter_of(sequence, self.config)
         fixed = 0 if drafter == "off" else fixed_nodes(sequence, self.config)
-        if fixed is None and self._costs is None:
-            fixed = DEFAULT_NODES
+        fixed = DEFAULT_NODES if fixed is None and self._costs is None else fixed
         shared = self._shared.setdefault(drafter, Prospect())
         self._drafting.setdefault(drafter, DraftSeconds())
-        track = Track(drafter, fixed, not sequence.request.params.greedy, shared, self._step)
-        self._tracks[sequence] = track
-        self._standing = (0, 0)
-        return track
+        self._standing, sampled = (0, 0), not sequence.request.params.greedy
+        return self._tracks.setdefault(sequence, Track(drafter, fixed, sampled, shared, self._step))
 
     def _budget(self, tracks: list[Track], num_prompt_rows: int, context: int, costs: FollowedCosts) -> bool:
         """Set the caps; True if this step should be plain all the same, so that the two sizes can be compared."""
@@ -119,10 +113,9 @@ class Controller:
     def _is_control(self, choice: Choice, load: StepLoad, costs: FollowedCosts) -> bool:
         clear = choice.rate * costs.now.seconds(load) > CONTROL_GAIN * load.num_sequences
         same_size = costs.tile(load.num_rows) == costs.tile(load.num_rows + choice.nodes)
-        if self._step < self._control_at or clear or same_size:
-            return False
-        self._control_at = self._step + CONTROL_PERIOD
-        return True
+        wanted = self._step >= self._control_at and not clear and not same_size
+        self._control_at = self._step + CONTROL_PERIOD if wanted else self._control_at
+        return wanted
 
     def trim(self, plans: SequenceOf[PlannedRows], trees: SequenceOf[DraftTree]) -> list[DraftTree]:
         """The trees without nodes that are not worth their rows, the whole batch taken together.
@@ -198,9 +191,9 @@ class Controller:
         if self._costs is not None and track is not None and track.why is not None:
             num_rows, acceptance = track.why
             ratio = self._costs.now.rows(num_rows) / self._costs.now.rows(1)
+            cost = f"a step of {num_rows} rows takes {ratio:.1f} times as long as one row"
             return (
-                f"the controller verified no draft: a step of {num_rows} rows takes {ratio:.1f} times as long as one"
-                f" row; with {acceptance:.0%} of drafts beginning right no draft would pay"
+                f"the controller verified no draft: {cost}; with {acceptance:.0%} of drafts beginning right none pays"
             )
         if not sequence.num_asked:
             return "there was never room to draft: the answer's end, pages or the token budget were too near"

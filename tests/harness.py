@@ -90,10 +90,14 @@ class EngineHarness:
 
     @staticmethod
     def build(folder: Path | str, drafter: Drafter | str, options: Mapping[str, Any]) -> Engine:
-        """An engine; a drafter object takes the n-gram drafter's seat, a name is taken as it is."""
+        """An engine; a drafter object takes the n-gram drafter's seat, a name is taken as it is.
+
+        Trees have 5 nodes unless a test says otherwise: what is drafted must not depend on this machine's seconds.
+        """
         name = drafter if isinstance(drafter, str) else "ngram"
         kernels = os.environ.get("SPECSERVE_TEST_KERNELS", "auto")
-        flat = {"drafter": name, "num_pages": 256, "debug": True, "kernels": kernels} | dict(options)
+        flat = {"drafter": name, "num_draft_tokens": 5, "num_pages": 256, "debug": True, "kernels": kernels}
+        flat |= dict(options)
         engine = build(EngineConfig.from_options(model=str(folder), **flat)).engine
         if not isinstance(drafter, str):
             engine.drafting.drafters["ngram"] = drafter

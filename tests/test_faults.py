@@ -493,7 +493,12 @@ def test_inactive_speculation_says_why(folder: Path) -> None:
         "zero": "num_draft_tokens is 0",
         "silent": "drafter 'ngram' proposed nothing",
     }
-    for drafter, count, loud in (("off", 5, "off"), ("ngram", 0, "off"), ("auto", 5, "ngram (auto), up to 5")):
+    for drafter, count, loud in (
+        ("off", 5, "off"),
+        ("ngram", 0, "off"),
+        ("ngram", 5, "ngram, up to 5"),
+        ("auto", 7, "auto (suffix, recycling, predictions; no EAGLE head for this model), up to 7"),
+    ):
         options = {"model": str(folder), "num_pages": 32, "drafter": drafter, "num_draft_tokens": count}
         lines = build(EngineConfig.from_options(**options)).startup_lines
         assert any(line.startswith(f"speculation: {loud}") for line in lines)

@@ -9,6 +9,7 @@ one that was trained for this very target, told by its fingerprint and never by 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ from specserve.errors import ConfigError, ModelError
 from specserve.forward import Forward
 from specserve.models.decoder import Decoder
 from specserve.proposal import DraftRow, DraftTree, StepResult
-from specserve_drafts.draft_rows import DraftBatch, DraftLayers
+from specserve_drafts.draft_rows import DraftBatch, DraftLayers, num_weights
 from specserve_drafts.eagle_check import HeadCheck, check_head
 from specserve_drafts.eagle_checkpoint import load_checkpoint, read_fingerprint, target_fingerprint
 from specserve_drafts.eagle_head import EagleHead
@@ -70,16 +71,12 @@ class EagleDrafter:
         self.head = head
         self._forward = forward
         self._reads_features = bool(head.config.feature_layers)
+        body, target = head.config.body, forward.decoder.config
         forward.kept.keep(hidden=not self._reads_features, feature_layers=head.config.feature_layers)
-        layers, _, _, kv_heads, _, head_dim = head.kv_shape(1, 1)
-        self._layers = DraftLayers(
-            forward,
-            (layers, kv_heads, head_dim),
-            head.dtype,
-            window,
-            forward.decoder.config.max_position_embeddings,
-        )
-        self._trees = TreeGrower(self.name, forward.ops, shape or Shape(), head.target_ids)
+        kv_shape = (body.num_hidden_layers, body.num_key_value_heads, body.head_dim)
+        self._layers = DraftLayers(forward, kv_shape, head.dtype, window, target.max_position_embeddings)
+        cost = num_weights(replace(body, vocab_size=head.config.draft_vocab_size)) / num_weights(target)
+        self._trees = TreeGrower(self.name, forward.ops, shape or Shape(round_cost=cost), head.target_ids)
 
     def check(self, ids: Sequence[int]) -> HeadCheck:
         """How often the head agrees with its target over some text: says when it was loaded wrongly."""

@@ -24,7 +24,7 @@ PURPOSE_TARGET = 0
 PURPOSE_DRAFT = 1
 PURPOSE_ACCEPTANCE = 2
 
-BACKENDS = ("auto", "native", "reference", "torch")
+BACKENDS = ("auto", "native", "reference", "torch", "triton")
 
 __all__ = [
     "BACKENDS",
@@ -53,7 +53,7 @@ class BackendUnavailable(RuntimeError):
 class BackendDescription:
     """What `load` gives for a name on this machine."""
 
-    name: str  # "reference", "torch" or "native"
+    name: str  # "reference", "torch", "native" or "triton"
     native_unavailable: str | None = None  # why "auto" did not take native; None if it did or was not asked
     isa: str | None = None  # instructions that native code runs on: "amx", "avx512" or "plain"
 
@@ -65,9 +65,10 @@ class BackendDescription:
 
 
 def load(backend: str = "auto") -> Ops:
-    """The operations of `backend`: "reference", "torch", "native", or "auto" (native where it loads, else torch).
+    """The operations of `backend`: "reference", "torch", "native", "triton" or "auto" (native, else torch).
 
-    Raises ValueError for an unknown name and BackendUnavailable where "native" is asked for and cannot be loaded.
+    "triton" is exact numerics on a GPU; specserve_kernels.triton makes others. Raises ValueError for an unknown name
+    and BackendUnavailable where "native" or "triton" is asked for and cannot be loaded.
     """
     return _resolve(backend)[0]
 
@@ -80,6 +81,8 @@ def describe(backend: str = "auto") -> BackendDescription:
 def _resolve(backend: str) -> tuple[Ops, BackendDescription]:
     if backend not in BACKENDS:
         raise ValueError(f"unknown kernel backend {backend!r}; choose one of {', '.join(BACKENDS)}")
+    if backend == "triton":
+        return _load_triton(), BackendDescription("triton")
     reason = None
     if backend in ("auto", "native"):
         try:
@@ -95,6 +98,13 @@ def _resolve(backend: str) -> tuple[Ops, BackendDescription]:
 
 
 _TORCH_OPS = "specserve_kernels.cpu.torch_ops"
+
+
+def _load_triton() -> Ops:
+    try:
+        return cast(Ops, importlib.import_module("specserve_kernels.triton").TritonOps())
+    except ImportError as error:
+        raise BackendUnavailable(str(error)) from error
 
 
 def _load_native() -> tuple[Ops, str]:

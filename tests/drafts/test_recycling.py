@@ -213,12 +213,12 @@ class FakeForward:
 
     def __init__(self) -> None:
         self.asked: list[list[int]] = []
-        self.kept: list[bool] = []
+        self.wanted: list[bool] = []
         self.broken = False
-        self.decoder = self.ops = self
+        self.decoder = self.ops = self.kept = self
 
     def keep(self, *, hidden: bool) -> None:
-        self.kept.append(hidden)
+        self.wanted.append(hidden)
 
     def hidden(self, slots: Sequence[int]) -> torch.Tensor:
         if self.broken:
@@ -241,7 +241,7 @@ def reading(**fields: Any) -> tuple[FakeForward, RecyclingDrafter, DraftRow]:
 
 def test_a_prompt_is_read_at_its_last_occurrence_of_each_token_that_is_new() -> None:
     forward, drafter, view = reading(salt="a")
-    assert forward.kept == [True]
+    assert forward.wanted == [True]
     drafter.tables.of("a").put(1, 7, [30], "earlier")
     drafter.start(view)
     assert forward.asked == [], "nothing is computed before somebody wants a tree"
@@ -360,7 +360,7 @@ def test_what_is_read_of_a_prompt_is_what_the_target_thought_there(
 def test_hidden_states_are_kept_only_where_prompts_are_read(folder: Path) -> None:
     def keeps(drafter: str) -> bool:
         runner: Any = EngineHarness(folder, drafter).engine._runner
-        return runner._hidden is not None
+        return runner.kept._hidden is not None
 
     assert [keeps(name) for name in ("off", "ngram", "suffix", "recycling", "auto")] == [False] * 3 + [True] * 2
 

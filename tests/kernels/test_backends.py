@@ -35,7 +35,7 @@ def test_a_name_gives_that_backend(name: str) -> None:
 
 
 def test_an_unknown_name_is_refused() -> None:
-    with pytest.raises(ValueError, match="choose one of auto, native, reference, torch"):
+    with pytest.raises(ValueError, match="choose one of auto, native, reference, torch, triton"):
         load("cuda")
 
 

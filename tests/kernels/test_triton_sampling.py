@@ -54,42 +54,44 @@ def check(kind: str, vocab_size: int, rows: int) -> None:
 
 @pytest.mark.parametrize("kind", LOGITS)
 def test_sample_is_the_argmax_over_all_survivors(kind: str, small_chunks: None) -> None:
-    check(kind, 1000, 10)
+    check(kind, 600, 4)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("vocab_size", [3, 17, 1000, 5003])
+@pytest.mark.parametrize("vocab_size", [3, 17, 1000])
 @pytest.mark.parametrize("kind", LOGITS)
 def test_sample_in_many_sizes(kind: str, vocab_size: int, small_chunks: None) -> None:
-    check(kind, vocab_size, 40)
+    check(kind, vocab_size, 20)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", LOGITS)
+@pytest.mark.parametrize("kind", ["normal", "peaked", "ties", "coarse", "banned"])
 def test_sample_over_a_large_vocabulary(kind: str) -> None:
-    check(kind, 128_256, 8)
+    check(kind, 128_256, 6)
 
 
 def test_a_row_does_not_depend_on_its_neighbours(small_chunks: None) -> None:
-    case = sampling_case("ties", 600, 6)
-    alone = [EXACT.sample(*(column[i : i + 1].contiguous() for column in case)).item() for i in range(6)]
+    case = sampling_case("ties", 600, 3)
+    alone = [EXACT.sample(*(column[i : i + 1].contiguous() for column in case)).item() for i in range(3)]
     assert EXACT.sample(*case).tolist() == alone
 
 
 def test_sample_survives_rows_without_sense(small_chunks: None) -> None:
     """NaN, infinite or wholly excluded rows draw some id, and their neighbours draw theirs."""
-    case = sampling_case("normal", 600, 16)
+    case = sampling_case("normal", 600, 8)
     expected, logits = EXACT.sample(*case), case[0].clone()
-    logits[0::8], logits[1::8], logits[2::8, 3::5], logits[3::8, ::2] = torch.nan, -torch.inf, torch.inf, torch.nan
+    logits[0], logits[1], logits[2, 3::5], logits[3, ::2] = torch.nan, -torch.inf, torch.inf, torch.nan
     got = EXACT.sample(logits, *case[1:])
     assert ((got >= 0) & (got < 600)).all()
-    sane = torch.arange(16) % 8 > 3
+    sane = torch.arange(8) > 3
     assert torch.equal(got[sane], expected[sane])
 
 
 @pytest.mark.parametrize("vocab_size", [8, 300, 1000])
 def test_top_ids(vocab_size: int, small_chunks: None) -> None:
-    logits = torch.stack([torch.randperm(vocab_size, generator=torch.Generator().manual_seed(i)).float() for i in (0, 1)])
+    logits = torch.stack(
+        [torch.randperm(vocab_size, generator=torch.Generator().manual_seed(i)).float() for i in (0, 1)]
+    )
     logits[1] = (logits[1] / 3).floor()  # ties go to the lowest id
     expected = [sorted(range(vocab_size), key=lambda token: (-row[token], token))[:8] for row in logits.tolist()]
     assert EXACT.top_ids(logits, 8).tolist() == expected

@@ -76,7 +76,7 @@ class TritonOps:
         self, qkv: Tensor, positions: Tensor, table: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor,
         scales: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Rotate q and k and store k, v in one launch: `qkv` [rows, all heads * head_dim] → q [rows, heads, head_dim]."""
+        """Rotate q, k and store k, v in one launch: `qkv` [rows, all heads * head_dim] → q [rows, heads, head_dim]."""
         return kv.rope_write_kv(qkv, positions, table, k_cache, v_cache, slots, scales)
 
     def move_kv(self, kv_pool: Tensor, source: Tensor, target: Tensor) -> None:

@@ -6,7 +6,7 @@ digits of int8.py in int32, exactly.
 """
 
 # Kernels are Triton's language in Python's clothes: their arguments are pointers and scalars that it types itself.
-# mypy: allow-untyped-defs, allow-untyped-decorators, allow-untyped-calls
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
 from __future__ import annotations
 

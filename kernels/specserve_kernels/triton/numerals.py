@@ -5,7 +5,7 @@ multiplies its bits as integers; there, both say in fp32 what the device does.
 """
 
 # Kernels are Triton's language in Python's clothes: their arguments are pointers and scalars that it types itself.
-# mypy: allow-untyped-defs, allow-untyped-decorators, allow-untyped-calls
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
 from __future__ import annotations
 

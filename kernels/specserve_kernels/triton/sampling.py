@@ -9,7 +9,7 @@ it. `pick` takes the best chunk. Ties go to the lowest id. Integers equal the re
 """
 
 # Kernels are Triton's language in Python's clothes: their arguments are pointers and scalars that it types itself.
-# mypy: allow-untyped-defs, allow-untyped-decorators, allow-untyped-calls
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
 from __future__ import annotations
 
@@ -331,7 +331,7 @@ def top_kernel(logits, ids_in, values, ids_out, size, COUNT: tl.constexpr, BLOCK
         ids = tl.load(ids_in + row * size + place, mask=inside, other=0)
     key = tl.where(inside, _ordered(value).to(tl.int64), _LOWEST - 1)
     target = (row * tl.num_programs(1) + tl.program_id(1)) * COUNT
-    for turn in range(0, COUNT):
+    for turn in range(COUNT):
         best = tl.max(key, axis=0)
         winner = tl.min(tl.where((key == best) & inside, ids, _LAST), axis=0)
         tl.store(values + target + turn, tl.max(tl.where(inside & (ids == winner), value, float("-inf")), axis=0))

@@ -16,7 +16,7 @@ makes the rows that do see them NaN: nothing is ever multiplied by a zero weight
 """
 
 # Kernels are Triton's language in Python's clothes: their arguments are pointers and scalars that it types itself.
-# mypy: allow-untyped-defs, allow-untyped-decorators, allow-untyped-calls
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
 from __future__ import annotations
 
@@ -99,16 +99,19 @@ def _values(codes, like):
 
 @triton.jit
 def _tree_masks(tail_slots, row, prefix, tail, depth, live):
-    """Of each row: bit b = whether it sees slot prefix + b, and one past the last slot that it sees."""
-    bits = tl.zeros(row.shape, tl.int64)
+    """Of each row: bit b of two words = whether it sees slot prefix + b, and one past the last slot that it sees."""
+    early = tl.zeros(row.shape, tl.int32)
+    late = tl.zeros(row.shape, tl.int32)
     reach = prefix
-    for step in range(0, depth):
+    for step in range(depth):
         on_path = live & (step < tail)
         slot = tl.load(tail_slots + row.to(tl.int64) * depth + step, mask=on_path, other=0)
         bit = tl.where(on_path, slot - prefix, 0)
-        bits = tl.where(on_path, bits | (tl.full(row.shape, 1, tl.int64) << bit.to(tl.int64)), bits)
+        flag = tl.full(row.shape, 1, tl.int32) << (bit & 31)
+        early = tl.where(on_path & (bit < 32), early | flag, early)
+        late = tl.where(on_path & (bit >= 32), late | flag, late)
         reach = tl.where(on_path, tl.maximum(reach, slot + 1), reach)
-    return bits, reach
+    return early, late, reach
 
 
 @triton.jit
@@ -169,12 +172,16 @@ def attend_kernel(
     start = split * split_size
     stop = start + split_size
     reach = prefix + tail
-    bits = tl.zeros([TILE], tl.int64)
+    early = tl.zeros([TILE], tl.int32)
+    late = tl.zeros([TILE], tl.int32)
     if EXACT:
         if PLANNED:
             live = live & (((tail > 0) & (stop > prefix)).to(tl.int32) == alone.to(tl.int32))
     elif depth > 0:
-        bits, reach = _tree_masks(tail_slots, row, prefix, tail, depth, live)
+        early, late, reach = _tree_masks(tail_slots, row, prefix, tail, depth, live)
+    found = live & (start < reach) if EXACT else live
+    if tl.max(found.to(tl.int32), axis=0) == 0:
+        return
     low = tl.maximum(prefix + tail - window, 0) if WINDOW else tl.zeros([TILE], tl.int32)
     begin = tl.maximum(start, tl.min(tl.where(live, low, stop), axis=0) // BLOCK * BLOCK)
     end = tl.minimum(stop, tl.max(tl.where(live, reach, 0), axis=0))
@@ -215,8 +222,8 @@ def attend_kernel(
             slot = tl.where(in_tail, tl.load(path + step, mask=in_tail, other=0), n)
         else:
             bit = n[None, :] - prefix[:, None]
-            on_path = (bits[:, None] >> tl.minimum(tl.maximum(bit, 0), _NODES - 1).to(tl.int64)) & 1
-            visible = visible & ((bit < 0) | ((bit < _NODES) & (on_path == 1)))
+            on_path = tl.where(bit < 32, early[:, None], late[:, None]) >> (bit & 31)
+            visible = visible & ((bit < 0) | ((bit < _NODES) & ((on_path & 1) == 1)))
         if WINDOW:
             visible = visible & (n[None, :] >= low[:, None])
         visible = visible & live[:, None]
@@ -230,7 +237,6 @@ def attend_kernel(
         result = tl.where((weight == 0.0)[:, None], 0.0, total / weight[:, None] * v_scale)
         tl.store(out + place, rounded(result, out.dtype.element_ty), mask=live[:, None] & (dim < DIM))
     else:
-        found = live & (start < reach) if EXACT else live
         partial = ((row - first_row).to(tl.int64) * (KV_HEADS * GROUP) + query_head) * num_splits + split
         tl.store(out + partial[:, None] * DIM + dim, total * v_scale, mask=found[:, None] & (dim < DIM))
         tl.store(largest_out + partial, largest, mask=found)
@@ -327,7 +333,9 @@ def attention(
     max_len = max_len or rows.page_table.shape[1] * k_cache.shape[2]
     k_cache, v_cache, fp8 = stored(k_cache), stored(v_cache), is_fp8(k_cache)
     num_tiles = rows.tiles.shape[0] if isinstance(rows, TiledRows) else q.shape[0]
-    splits, size = (-(-max_len // EXACT_SPLIT), EXACT_SPLIT) if exact else _splits(num_tiles * k_cache.shape[1], max_len)
+    splits, size = (
+        (-(-max_len // EXACT_SPLIT), EXACT_SPLIT) if exact else _splits(num_tiles * k_cache.shape[1], max_len)
+    )
     call = _Call(
         q, k_cache, v_cache, scales_or(scales, k_cache, fp8), rows, scale, window, exact, torch.empty_like(q), splits,
         size,
