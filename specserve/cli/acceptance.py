@@ -112,6 +112,7 @@ class Output:
 def acceptance(
     questions: Questions,
     output: Output,
+    sources: options.DraftSources,
     server: Annotated[
         str | None, typer.Option(help="host:port of a server: watch it, or ask it the prompts of --dataset.")
     ] = None,
@@ -142,7 +143,8 @@ def acceptance(
         # a drafter with weights of its own is loaded only if it is the configured one
         configured = next((name for name in names if name in FROM_MODEL), names[0])
         engine = options.engine_config(
-            model=model, speculation=SpeculationConfig(drafter=configured), dtype=dtype, quantization=quantization,
+            model=model, speculation=SpeculationConfig(drafter=configured, **sources.given()), dtype=dtype,
+            quantization=quantization,
             max_model_len=max_model_len, page_size=block_size, kv_cache_gib=kv_cache_gib, threads=threads,
             kernels=kernels,
         )  # fmt: skip

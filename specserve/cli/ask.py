@@ -37,6 +37,7 @@ SPECULATION_KEYS = (
 def generate(
     prompt: Annotated[str, typer.Argument(help="What to answer.")],
     sampling: options.Sampling,
+    sources: options.DraftSources,
     model: options.Model = "demo",
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is: no chat template.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
@@ -57,7 +58,7 @@ def generate(
     params = sampling.params(temperature, n)
     expected = options.predicted_text(prediction)
     llm = _load(
-        model, speculate, num_draft_tokens,
+        model, {"drafter": speculate, "num_draft_tokens": num_draft_tokens, **sources.given()},
         dtype=dtype, quantization=quantization, max_model_len=max_model_len, page_size=block_size,
         kv_cache_gib=kv_cache_gib, threads=threads, kernels=kernels,
     )  # fmt: skip
@@ -76,6 +77,7 @@ def generate(
 @options.flat
 def chat(
     sampling: options.Sampling,
+    sources: options.DraftSources,
     model: options.Model = "demo",
     temperature: Temperature = 0.7,
     speculate: options.Speculate = None,
@@ -91,7 +93,7 @@ def chat(
     """Talk to a model; Ctrl-C stops an answer, Ctrl-D ends the conversation."""
     params = sampling.params(temperature)
     llm = _load(
-        model, speculate, num_draft_tokens,
+        model, {"drafter": speculate, "num_draft_tokens": num_draft_tokens, **sources.given()},
         dtype=dtype, quantization=quantization, max_model_len=max_model_len, page_size=block_size,
         kv_cache_gib=kv_cache_gib, threads=threads, kernels=kernels,
     )  # fmt: skip
@@ -172,13 +174,13 @@ def _choice_json(choice: CompletionOutput, seed: int | None) -> dict[str, Any]:
     }
 
 
-def _load(model: str, speculate: str | None, num_draft_tokens: int | None, **engine: Any) -> LLM:
+def _load(model: str, speculation_options: dict[str, Any], **engine: Any) -> LLM:
     """An engine in this process; the options are judged before anything is fetched.
 
     Raises:
         SpecserveError: an option is refused, or the model cannot be had or used.
     """
-    speculation = SpeculationConfig(**options.given(drafter=speculate, num_draft_tokens=num_draft_tokens))
+    speculation = SpeculationConfig(**options.given(**speculation_options))
     options.engine_config(model=model, **engine)
     from specserve.llm import LLM
     from specserve.models.hub import resolve_model

@@ -7,7 +7,7 @@ a record with one option a field; `flat` lets a command take such a record as on
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
@@ -35,7 +35,7 @@ Speculate = Annotated[
     str | None, typer.Option(help=f"off, auto, or a drafter such as ngram. [default: {_SPECULATION.drafter}]")
 ]
 NumDraftTokens = Annotated[
-    int | None, typer.Option(help=f"Draft at most this many tokens a step. [default: {_SPECULATION.num_draft_tokens}]")
+    int | None, typer.Option(help="Draft at most this many tokens a step. [default: as many as pay]")
 ]
 Prediction = Annotated[
     str | None,
@@ -59,6 +59,25 @@ def engine_config(**options: Any) -> EngineConfig:
         ConfigError: a value is refused.
     """
     return EngineConfig.from_options(**given(**options))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftSources:
+    """What drafters with weights are made from."""
+
+    draft_model: Annotated[
+        str | None, typer.Option(help="Model that drafts as `draft_model`: a folder, a .gguf file or a hub id.")
+    ] = None
+    eagle_head: Annotated[
+        str | None, typer.Option(help="Folder of an EAGLE head. [default: the one that came for this model, if any]")
+    ] = None
+    early_exit_layers: Annotated[
+        int | None, typer.Option(help="Layers of the model that draft as `early_exit`. [default: two thirds]")
+    ] = None
+
+    def given(self) -> dict[str, Any]:
+        """Those that the caller set, by their name in SpeculationConfig."""
+        return given(**asdict(self))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

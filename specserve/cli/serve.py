@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 READY = "ready: "
 
 
+@options.flat
 def serve(
+    sources: options.DraftSources,
     model: options.Model = "demo",
     host: Annotated[str, typer.Option(help="Address to listen on; there is no authentication.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one and prints it.")] = 50051,
@@ -55,6 +57,7 @@ def serve(
         num_draft_tokens=num_draft_tokens,
         threads=threads,
         kernels=kernels,
+        **sources.given(),
     )
     asyncio.run(_serve(config, host, port, grace))
 

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 MAX_SHOWN_TEXT = 60
 
 
+@options.flat
 def verify(
+    sources: options.DraftSources,
     model: options.Model = "demo",
     drafter: Annotated[str, typer.Option(help="The drafter to compare with `off`.")] = "auto",
     num_draft_tokens: options.NumDraftTokens = None,
@@ -45,7 +47,8 @@ def verify(
     """Compare answers with speculation on and off, id for id; exit code 1 if they differ."""
     if drafter == "off":
         raise ConfigError("--drafter is 'off'; name the drafter that is to be compared with it")
-    speculation = SpeculationConfig(**options.given(drafter=drafter, num_draft_tokens=num_draft_tokens))
+    chosen = options.given(drafter=drafter, num_draft_tokens=num_draft_tokens)
+    speculation = SpeculationConfig(**chosen, **sources.given())
     built = _built(
         model=model, speculation=speculation, dtype=dtype, quantization=quantization, max_model_len=max_model_len,
         page_size=block_size, kv_cache_gib=kv_cache_gib, threads=threads, kernels=kernels,
