@@ -200,10 +200,10 @@ class Track:
             self.rested_at = now
 
     def give(self, worth_it: bool, now: int, num_rows: int) -> None:
-        """Its cap: half as much again as was worth its rows lately, so that what is accepted grows; or nothing."""
+        """Its cap: a quarter and two nodes more than were worth their rows lately, so that it can grow; or nothing."""
         self.probing = False
         if worth_it:
-            self.cap = min(ceil(1.5 * self.prospect.peak) + 2, MAX_NUM_DRAFT_TOKENS)
+            self.cap = min(ceil(1.25 * self.prospect.peak) + 2, MAX_NUM_DRAFT_TOKENS)
             return
         if self.cap:
             self._patience = min(2 * self._patience, MAX_PATIENCE)
@@ -245,7 +245,7 @@ class Probes:
     after step, and what they took is waited for afterwards.
     """
 
-    PERIOD, MAX_PERIOD, MAX_RUN = 100, 400, 16  # steps
+    PERIOD, MAX_PERIOD, MAX_RUN = 100, 200, 16  # steps
 
     def __init__(self) -> None:
         self._at = 0

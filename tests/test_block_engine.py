@@ -9,6 +9,7 @@ must be seen. Then the real drafters: what they hand out, and that nothing but t
 from __future__ import annotations
 
 import itertools
+import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cache, partial
@@ -21,6 +22,7 @@ import pytest
 import specserve_kernels
 import torch
 from cells import SITUATIONS, prompt, request
+from eagle_files import head_config, head_tensors, write_head
 from harness import EngineHarness, sharpen
 from hashlm import HashRunner
 from numpy.typing import NDArray
@@ -362,7 +364,6 @@ def test_planted_errors_are_caught(error: str, monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(owner, name, planted)
     value = p_value(Bench(tables), NUM_ANSWERS, temperature=1.0)
-    print(f"{error}: p = {value:.1e}")
     assert value < THRESHOLD
 
 
@@ -543,3 +544,17 @@ def test_a_drafter_that_computes_what_the_target_does_is_always_kept(folder: Pat
     run = harness.run([request("a", "sampled", prompt(1, 20), temperature=1.0, n=4)])
     told = [end.speculation for end in run.finished.values()]
     assert sum(s.num_accepted_tokens for s in told) == sum(s.num_draft_tokens for s in told) > 50
+
+
+def test_an_eagle_head_samples_in_its_own_vocabulary(folder: Path, tmp_path: Path) -> None:
+    """Beside a greedy request, whose tree grows in the same forwards and whose answer stays what it is."""
+    config = head_config(json.loads((folder / "config.json").read_text()), eagle_aux_hidden_state_layer_ids=[1])
+    head = write_head(tmp_path / "head", config, head_tensors(config, num_features=1))
+    asked = [request("a", "sampled", prompt(1, 20), temperature=1.3), request("b", "greedy", prompt(2, 30))]
+    off = EngineHarness(folder).run(asked)
+    harness = EngineHarness(folder, "eagle", eagle_head=str(head), **OPTIONS)
+    on = harness.run(asked)
+    assert on.answers["b/0"] == off.answers["b/0"]
+    assert (on.started["a"].verification, on.started["b"].verification) == ("block", "coupled")
+    assert harness.engine.metrics.num_drafter_faults == 0
+    assert all(end.speculation.num_draft_tokens > 30 for end in on.finished.values())

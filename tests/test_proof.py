@@ -40,7 +40,20 @@ def dataset(tmp_path: Path) -> Path:
 def verify(model: str, *arguments: str) -> Result:
     return CliRunner().invoke(
         app,
-        ["verify", "--model", model, "--drafter", "ngram", "--max-tokens", "24", "--kv-cache-gib", "0.01", *arguments],
+        [
+            "verify",
+            "--model",
+            model,
+            "--drafter",
+            "ngram",
+            "--num-draft-tokens",
+            "5",
+            "--max-tokens",
+            "24",
+            "--kv-cache-gib",
+            "0.01",
+            *arguments,
+        ],
     )
 
 

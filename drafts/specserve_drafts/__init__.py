@@ -37,9 +37,10 @@ def make_drafter(name: str, config: SpeculationConfig, forward: Forward | None) 
 
             return SuffixDrafter()
         case "recycling":
-            from specserve_drafts.recycling import RecyclingDrafter, shipped_successors
+            from specserve_drafts.recycling import RecyclingDrafter
+            from specserve_drafts.successors import shipped_successors
 
-            # hidden states are kept for every row of the engine: only where prompts will be read again and again
+            # to read prompts, hidden states of all the engine's rows are kept: not for a drafter that few ask for
             reads_prompts = config.drafter in ("auto", "recycling")
             shipped = None if forward is None else shipped_successors(forward.decoder)
             return RecyclingDrafter(forward if reads_prompts else None, shipped)

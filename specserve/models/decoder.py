@@ -327,8 +327,15 @@ def fingerprint(config: DecoderConfig, tensors: Mapping[str, Tensor]) -> str:
     """
     sizes = {
         name: getattr(config, name)
-        for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-        + ("num_key_value_heads", "head_dim", "vocab_size")
+        for name in (
+            "hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+            "vocab_size",
+        )
     }
     digest = hashlib.sha256(json.dumps(sizes, sort_keys=True, separators=(",", ":")).encode())
     for name in config.tensor_shapes():

@@ -299,13 +299,13 @@ _WRONG = Guesses((0.01,))
 
 TRACES: dict[str, tuple[Phase, ...]] = {
     **{
-        f"stationary, {kind}, {n} running": (Phase(n, 1500 + 400 * n, guesses),)
+        f"stationary, {kind}, {n} running": (Phase(n, 2000 + 500 * n, guesses),)
         for kind, guesses in (("lookup", _LOOKUP), ("tree", _TREE), ("overconfident tree", _OVERCONFIDENT))
         for n in (1, 4, 16, 32)
     },
     **{
         f"step change of acceptance, {kind}, {n} running": tuple(
-            Phase(n, 1000 + 300 * n, guesses) for guesses in (good, bad, good, bad)
+            Phase(n, 1500 + 400 * n, guesses) for guesses in (good, bad, good, bad)
         )
         for kind, good, bad in (("lookup", _GOOD, _BAD), ("tree", _GOOD_TREE, _BAD_TREE))
         for n in (1, 8, 16)

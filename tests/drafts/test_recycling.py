@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,12 @@ from driving import row
 from harness import EngineHarness, sharpen
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import save_file
 from specserve_drafts import make_drafter, recycling
-from specserve_drafts.recycling import Ranks, RecyclingDrafter, Tables, read_successors
+from specserve_drafts.recycling import Ranks, RecyclingDrafter, Tables
+from specserve_drafts.successors import Successors, pair_of
 from tiny import TinyLlama
 
 from specserve.config import SpeculationConfig
-from specserve.errors import WeightsError
 from specserve.proposal import DraftRow, DraftTree, StepResult
 from specserve.verify import walk
 
@@ -64,9 +63,10 @@ class Language:
 # ---- trees ----------------------------------------------------------------------------------------------------------
 
 
-def told(drafter: RecyclingDrafter, tokens: Sequence[int], ids: Sequence[int]) -> None:
+def told(drafter: RecyclingDrafter, tokens: Sequence[int], ids: Sequence[int], **fields: Any) -> None:
     """The target thought of these ids after the last token, and drew another one."""
-    drafter.observe(row([*tokens, VOCAB - 1], 2), StepResult(DraftTree(), (), (VOCAB - 1,), [VOCAB - 1], [ids]))
+    view = row([*tokens, VOCAB - 1], 2, **fields)
+    drafter.observe(view, StepResult(DraftTree(), (), (VOCAB - 1,), [VOCAB - 1], [ids]))
 
 
 def best_of(drafter: RecyclingDrafter, tokens: Sequence[int], **fields: Any) -> list[int]:
@@ -75,18 +75,27 @@ def best_of(drafter: RecyclingDrafter, tokens: Sequence[int], **fields: Any) -> 
     return [token for token, parent in zip(tree.token_ids, tree.parents, strict=True) if parent < 0]
 
 
-def test_a_pair_goes_before_its_token_and_that_before_what_was_shipped() -> None:
-    shipped = torch.full((VOCAB, 3), -1)
-    shipped[5] = torch.tensor([6, 7, -1])
-    drafter = RecyclingDrafter(shipped=shipped)
-    drafter.start(row([4, 5], 2))
-    assert best_of(drafter, [4, 5]) == [6, 7] and best_of(drafter, [4, 6]) == []
-    told(drafter, [3, 5], [10, 11, 12])
-    assert best_of(drafter, [4, 5]) == [10, 11, 12]
-    told(drafter, [4, 5], [13, 14])
-    assert best_of(drafter, [4, 5]) == [13, 14]
-    assert best_of(drafter, [3, 5]) == [10, 11, 12]
-    assert best_of(drafter, [2, 5]) == [13, 14]
+def test_a_pair_goes_before_its_token_and_own_knowledge_before_what_was_shipped() -> None:
+    singles, pairs, after_pairs = torch.full((VOCAB, 3), -1), torch.tensor([[4, 5], [3, 5]]), torch.tensor([[8], [9]])
+    singles[5] = torch.tensor([6, 7, -1])
+    drafter = RecyclingDrafter(shipped=Successors(singles, pairs, after_pairs))
+
+    def best(*tokens: int, name: str = "s/0") -> list[int]:
+        return best_of(drafter, tokens, salt="a", name=name)
+
+    def tell(*tokens: int, name: str = "s/0") -> None:
+        *context, successor = tokens
+        told(drafter, context, [successor], salt="a", name=name)
+
+    assert (best(4, 5), best(2, 5), best(4, 6)) == ([8], [6, 7], [])
+    tell(4, 5, 10, name="other")
+    tell(2, 5, 11, name="other")
+    tell(2, 6, 12, name="other")
+    assert (best(4, 5), best(1, 5), best(0, 6)) == ([8], [6, 7], [12]), "another's comes after what was shipped"
+    assert best(2, 5) == [11], "a pair, if only another's, comes before a token"
+    tell(1, 5, 13)
+    tell(4, 5, 14)
+    assert (best(4, 5), best(0, 5), best(1, 5), best(3, 5)) == ([14], [14], [13], [9]), "its own comes first of all"
 
 
 def test_rejected_rows_are_learned_from_and_the_accepted_path_has_the_last_word() -> None:
@@ -189,7 +198,7 @@ def test_tables_are_bounded_together_and_forget_the_oldest_of_who_was_away_longe
         assert len(tables) == len(known)
         assert tables.num_entries == sum(map(len, known.values())) <= most
     for tenant, contexts in known.items():
-        codes = {c[0] if len(c) == 1 else recycling._pair(*c) for c in contexts}
+        codes = {c[0] if len(c) == 1 else pair_of(*c) for c in contexts}
         assert set(tables.of(tenant).entries) == codes
 
 
@@ -248,8 +257,8 @@ def test_a_prompt_is_read_at_its_last_occurrence_of_each_token_that_is_new() -> 
     drafter.propose([view], [5])
     assert forward.asked == [[5, 4, 14]], "slots of positions 5, 4, 2; what stands last comes first"
     entries = drafter.tables.of("a").entries
-    assert entries[6].ids == entries[recycling._pair(7, 6)].ids == list(range(4, 12))
-    assert entries[5].ids == entries[recycling._pair(6, 5)].ids == list(range(14, 22))
+    assert entries[6].ids == entries[pair_of(7, 6)].ids == list(range(4, 12))
+    assert entries[5].ids == entries[pair_of(6, 5)].ids == list(range(14, 22))
     assert entries[7].ids == [30]
     drafter.propose([view], [5])
     again = view._replace(sequence_id="later")
@@ -285,33 +294,13 @@ def test_rows_that_cannot_be_read_are_not_asked_for_again() -> None:
     assert drafter.propose([view], [5]) == [DraftTree()] and forward.asked == []
 
 
-# ---- what is shipped ------------------------------------------------------------------------------------------------
-
-
-def test_a_shipped_table_is_read_as_it_was_written(tmp_path: Path) -> None:
-    wide = torch.tensor([[1, 2], [2, -1], [-1, -1]], dtype=torch.int32)
-    narrow = torch.where(wide < 0, 0xFFFF, wide).to(torch.uint16)
-    for name, table in (("wide", wide), ("narrow", narrow)):
-        save_file({"successors": table}, tmp_path / name)
-        assert torch.equal(read_successors(tmp_path / name, 3), wide)
-
-
-@pytest.mark.parametrize(
-    ("tensors", "said"),
-    [
-        ({"other": torch.zeros(3, 2, dtype=torch.int32)}, "holds no tensor 'successors'"),
-        ({"successors": torch.zeros(4, 2, dtype=torch.int32)}, r"\(4, 2\) of ids up to 0; the model has 3 tokens"),
-        ({"successors": torch.full((3, 2), 3, dtype=torch.int32)}, "ids up to 3; the model has 3 tokens"),
-        ({"successors": torch.zeros(3, dtype=torch.int32)}, r"\(3,\)"),
-    ],
-)
-def test_a_table_that_is_none_is_refused(tmp_path: Path, tensors: Mapping[str, torch.Tensor], said: str) -> None:
-    save_file(dict(tensors), tmp_path / "t.safetensors")
-    with pytest.raises(WeightsError, match=said):
-        read_successors(tmp_path / "t.safetensors", 3)
-    (tmp_path / "t.safetensors").write_bytes(b"nothing")
-    with pytest.raises(WeightsError, match="holds no tensor"):
-        read_successors(tmp_path / "t.safetensors", 3)
+def test_a_prompt_is_not_read_where_something_was_shipped() -> None:
+    forward: Any = FakeForward()
+    drafter = RecyclingDrafter(forward, Successors(torch.full((VOCAB, 1), 3)))
+    view = row([5, 6, 5, 7, 6, 8, 9], 6, pages=[3, 1])
+    drafter.start(view)
+    drafter.propose([view], [5])
+    assert forward.wanted == [] and forward.asked == []
 
 
 # ---- in the engine --------------------------------------------------------------------------------------------------

@@ -259,11 +259,12 @@ def main() -> int:
     """The command."""
     parser = argparse.ArgumentParser(description="compile every kernel for every target and tabulate what it needs")
     parser.add_argument("--target", type=int, nargs="+", default=[80, 90], choices=sorted(SHARED_LIMIT))
-    parser.add_argument("--only", default="", help="configurations whose name contains this")
+    parser.add_argument("--only", nargs="+", default=[""], help="configurations whose name contains one of these")
     parser.add_argument("--write", type=Path, help="replace the table between the marks of this Markdown file")
     arguments = parser.parse_args()
     results = []
-    for result in compiled([case for case in cases() if arguments.only in case.name], arguments.target):
+    chosen = [case for case in cases() if any(word in case.name for word in arguments.only)]
+    for result in compiled(chosen, arguments.target):
         results.append(result)
         if result.fault:
             print(f"sm_{result.target} {result.kernel} ({result.case}) {result.fault}", file=sys.stderr, flush=True)
