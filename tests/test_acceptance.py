@@ -233,13 +233,14 @@ def test_sides_take_turns_and_share_no_salt(built: Built, seen: list[tuple[Reque
 
 @pytest.mark.usefixtures("counting_clock")
 def test_times_are_those_of_the_engine(built: Built, seen: list[tuple[Request, list[Event]]]) -> None:
-    """Between two looks at the clock lies one second: verifying takes one of each step, proposing and trimming two."""
+    """Between two looks at the clock lies one second: verifying takes one of each step, drafting up to three."""
     answers = measure(built, PROMPTS, [NGRAM], SETTINGS)
     figures = {side: figures_of(own, plain_of(answers), StepTimes([])) for side, own in sides_of(answers).items()}
     for side, found in figures.items():
         assert found.time is not None
         # the last token of an answer needs no draft, so some steps draft nothing
-        assert 0 < found.time.draft_ms <= 2e3 if side == NGRAM else found.time.draft_ms == 0
+        draft_ms = found.time.draft_ms
+        assert (0 < draft_ms <= 3e3) if side == NGRAM else draft_ms == 0
         assert found.time.verify_ms == 1e3
         assert (
             found.time.rest_ms == pytest.approx(found.time.step_ms - found.time.draft_ms - 1e3)

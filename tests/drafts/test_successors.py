@@ -53,7 +53,7 @@ def test_pairs_may_be_missing(tmp_path: Path) -> None:
     ],
 )
 def test_a_table_that_is_none_is_refused(tmp_path: Path, tensors: Mapping[str, Tensor], said: str) -> None:
-    save_file({name: table.contiguous() for name, table in tensors.items()}, tmp_path / "t")
+    save_file({name: table.clone().contiguous() for name, table in tensors.items()}, tmp_path / "t")
     with pytest.raises(WeightsError, match=said):
         read_successors(tmp_path / "t", 3)
 
