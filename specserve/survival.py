@@ -217,6 +217,7 @@ class Track:
     def saw(self, survivals: SequenceOf[float], num_worth: int, weight: float) -> None:
         """A proposed tree that stands for `weight` of them (0: not looked at), and how many nodes were worth it."""
         self.prospect.peak = max(self.prospect.peak * PEAK_FADING, num_worth)
+        self.shared.peak += SHARED_RATE * (self.prospect.peak - self.shared.peak)
         if weight:
             counts = level_counts(survivals)
             self.prospect.offered(counts, weight)

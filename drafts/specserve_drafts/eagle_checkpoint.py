@@ -53,7 +53,6 @@ KINDS_BY_TENSOR = (
     (re.compile(r"^mtp\.|\.eh_proj\.|\.enorm\.|\.shared_head\."), "multi-token-prediction (MTP) layer"),
 )
 
-Layout = Literal["official", "speculators"]
 Family = Literal["EAGLE-1/2", "EAGLE-3"]
 FeatureNorm = Literal["none", "whole", "each"]
 
@@ -69,7 +68,6 @@ class HeadConfig:
     queries and keys have RMS norms, as in Qwen3.
     """
 
-    layout: Layout
     family: Family
     body: DecoderConfig
     draft_vocab_size: int
@@ -251,7 +249,6 @@ def _read_config(
     if wanted is not None and wanted != bias:
         raise WeightsError(f"{folder}: tensor fc.bias is {'' if bias else 'not '}there; config.json: bias is {wanted}")
     return HeadConfig(
-        layout="official",
         family="EAGLE-1/2",
         body=body,
         draft_vocab_size=body.vocab_size,
@@ -317,8 +314,9 @@ def _eagle3(
             f"{folder}: config.json: use_aux_hidden_state is false, so hidden_size must be the target's"
             f" {target.hidden_size}, not {body.hidden_size}"
         )
+    # norm_output as speculators and all servers read it; SpecForge meant "normed for lm_head" by it up to its PR 879, and
+    # such a head feeds back outputs as they are: the check at load tries both
     return HeadConfig(
-        layout="speculators" if "speculators_model_type" in options else "official",
         family="EAGLE-3",
         body=body,
         draft_vocab_size=draft_vocab_size,

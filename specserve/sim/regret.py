@@ -291,7 +291,7 @@ def regret_of(name: str, world: World, lengths: SequenceOf[int] = FIXED_LENGTHS)
 
 _LOOKUP = Guesses((0.6, 0.8, 0.0, 0.0), spread=0.2)  # a prompt lookup: half of the steps have a match
 _TREE = Guesses((0.9, 0.6, 0.3, 0.3), spread=0.1, siblings=0.4, estimates=1.0)
-_OVERCONFIDENT = Guesses((0.8, 0.6, 0.3, 0.2), spread=0.1, siblings=0.4, estimates=0.7)
+_OVERCONFIDENT = Guesses((0.8, 0.6, 0.3, 0.2), spread=0.1, siblings=0.4, estimates=0.8)
 _GOOD, _BAD = Guesses((0.8, 0.8, 0.6, 0.0)), Guesses((0.1, 0.0))
 _GOOD_TREE = Guesses((0.9, 0.6, 0.3), siblings=0.4, estimates=1.0)
 _BAD_TREE = Guesses((0.05,), siblings=0.4, estimates=0.3)
