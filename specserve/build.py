@@ -15,7 +15,7 @@ from pathlib import Path
 
 import specserve_kernels
 import torch
-from specserve_drafts import MODEL_FREE, draft_bytes_per_token, make_auto, make_drafter
+from specserve_drafts import MODEL_FREE, draft_bytes_per_token, head_lines, make_auto, make_drafter
 
 from specserve import sweep
 from specserve.config import GIB, CacheConfig, EngineConfig, ModelLimits, SpeculationConfig
@@ -29,7 +29,7 @@ from specserve.models.decoder import Decoder, DecoderConfig
 from specserve.models.hub import resolve_model
 from specserve.models.weights import load_decoder
 from specserve.proposal import Drafter
-from specserve.runner import CpuRunner
+from specserve.runner import CpuRunner, Runner
 from specserve.tokenizer import Tokenizer
 
 Progress = Callable[[str, int, int], None]
@@ -81,16 +81,22 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
     controller = Controller(config.speculation, step_costs(config, limits, runner, tokenizer))
     engine = Engine(config, limits, runner, ops, tokenizer, drafters, controller)
     environment = describe_environment(config, decoder)
-    tokens = (folder / "tokenizer.json").read_text(encoding="utf-8")
+    lines = startup_lines(config, limits, runner, controller) + head_lines(drafters, tokenizer.encode)
     return Built(
         engine=engine,
         tokenizer=tokenizer,
-        grammars=GrammarCompiler(tokens, limits.vocab_size, limits.eos_token_ids),
+        grammars=grammar_compiler(folder, limits),
         model_name=config.served_model_name or config.model,
         folder=folder,
         environment=environment,
-        startup_lines=[environment, *startup_lines(config, limits, runner, controller)],
+        startup_lines=[environment, *lines],
     )
+
+
+def grammar_compiler(folder: Path, limits: ModelLimits) -> GrammarCompiler:
+    """For the model's own tokens."""
+    tokens = (folder / "tokenizer.json").read_text(encoding="utf-8")
+    return GrammarCompiler(tokens, limits.vocab_size, limits.eos_token_ids)
 
 
 def step_costs(config: EngineConfig, limits: ModelLimits, runner: CpuRunner, tokenizer: Tokenizer) -> StepCosts | None:
@@ -105,10 +111,10 @@ def step_costs(config: EngineConfig, limits: ModelLimits, runner: CpuRunner, tok
     )
     limits = replace(limits, drafters=("off", sweep.DRAFTER))
 
-    def make_engine(drafters: Mapping[str, Drafter]) -> Engine:
-        return Engine(plain, limits, runner, runner.ops, tokenizer, drafters, Controller(plain.speculation))
+    def make_engine(timed: Runner, drafters: Mapping[str, Drafter]) -> Engine:
+        return Engine(plain, limits, timed, runner.ops, tokenizer, drafters, Controller(plain.speculation))
 
-    return sweep.measure(make_engine, limits)
+    return sweep.measure(runner, make_engine, limits)
 
 
 def make_drafters(config: SpeculationConfig, forward: Forward | None) -> dict[str, Drafter]:
@@ -150,7 +156,7 @@ def _pages_in_memory(config: EngineConfig, model: DecoderConfig, max_model_len: 
     if gib is None:
         gib = min(DEFAULT_KV_CACHE_GIB, DEFAULT_KV_CACHE_SHARE * _free_memory() / GIB)
     bytes_per_token = 2 * model.num_hidden_layers * model.num_key_value_heads * model.head_dim * kv_itemsize
-    bytes_per_token += draft_bytes_per_token(config.speculation, kv_itemsize)
+    bytes_per_token += draft_bytes_per_token(config.speculation, model, kv_itemsize)
     page_bytes = bytes_per_token * cache.page_size
     num_pages = int(gib * GIB // page_bytes)
     need = -(-max_model_len // cache.page_size)

@@ -160,7 +160,7 @@ class Controller:
         if self._costs is None or track is None:
             return
         if track.probing:
-            self._probes.came_back(self._step, bool(step.path))
+            self._probes.came_back(self._step, bool(step.path) and track.shared.acceptance < 0.5)
         told = len(step.tree) and FORCED not in step.tree.drafters
         track.learn(outcome(step.tree, step.path) if told else None)
 

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
+from math import inf
 from statistics import median
 from typing import NamedTuple
 
@@ -158,25 +159,31 @@ class DraftSeconds:
     def follow(self, num_sequences: int, seconds: float) -> None:
         """One call. It counts at most double what was expected: the first for a prompt is long, and machines stall."""
         at = _size_of(num_sequences)
-        known = self._known[at]
-        if known is not None:
-            seconds = known + self._rate * (min(seconds, 2 * known) - known)
-        self._known[at] = seconds
-        for i, size in enumerate(SIZES):
-            other = self._known[i]
+        known, (_, most) = self._known[at], self._bounds(at)
+        if known is None:
+            self._known[at] = min(seconds, 2.0 * most)
+        else:
+            self._known[at] = known + self._rate * (min(seconds, 2.0 * known) - known)
+        for i, other in enumerate(self._known):
             if other is not None and i != at:
-                low, high = sorted((seconds, seconds * size / SIZES[at]))
-                self._known[i] = min(max(other, low), high)
+                low, high = self._bounds(i, of=[at])
+                self._known[i] = other + self._rate * (min(max(other, low), high) - other)
+
+    def _bounds(self, at: int, of: Sequence[int] = range(len(SIZES))) -> tuple[float, float]:
+        """The least and the most that a size can take by what others do."""
+        low, high = 0.0, inf
+        for i in of:
+            known, ratio = self._known[i], SIZES[at] / SIZES[i]
+            if known is not None and i != at:
+                low = max(low, known * min(ratio, 1.0))
+                high = min(high, known * max(ratio, 1.0))
+        return low, high
 
     def expected(self, num_sequences: int) -> float:
         """Seconds of a call for so many sequences, at least; 0 as long as nothing is known."""
         at = _size_of(num_sequences)
         known = self._known[at]
-        if known is not None:
-            return known
-        fewer = [value for value in self._known[:at] if value is not None]
-        more = [v * SIZES[at] / n for n, v in zip(SIZES[at:], self._known[at:], strict=True) if v is not None]
-        return max(fewer[-1:] + more[:1], default=0.0)
+        return self._bounds(at)[0] if known is None else known
 
 
 def _size_of(num_sequences: int) -> int:
@@ -196,5 +203,5 @@ def monotone(measured: Sequence[tuple[int, float]]) -> tuple[float, ...]:
     seconds.reverse()
     curve = [seconds[0]] * (measured[0][0] + 1)
     for (low, _), (high, _), below, above in zip(measured, measured[1:], seconds, seconds[1:], strict=False):
-        curve += [below + (above - below) * (n - low) / (high - low) for n in range(low + 1, high + 1)]
+        curve += [min(below + (above - below) * (n - low) / (high - low), above) for n in range(low + 1, high + 1)]
     return tuple(curve)

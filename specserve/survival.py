@@ -242,8 +242,8 @@ class Track:
 class Probes:
     """When a batch that drafts nothing tries a draft after all: in the long run at most every hundredth step.
 
-    A first probe that fails doubles the time to the next. As long as at least half of them succeed they go on, step
-    after step, and what they took is waited for afterwards.
+    A first probe that fails doubles the time to the next. As long as at least half of them do better than was thought
+    they go on, step after step, and what they took is waited for afterwards.
     """
 
     PERIOD, MAX_PERIOD, MAX_RUN = 100, 200, 16  # steps
@@ -251,7 +251,7 @@ class Probes:
     def __init__(self) -> None:
         self._at = 0
         self._period = self.PERIOD
-        self._sent = self._accepted = 0  # in this run
+        self._sent = self._better = 0  # in this run
 
     def due(self, step: int) -> bool:
         return step >= self._at
@@ -260,16 +260,16 @@ class Probes:
         self._sent += 1
         self._at = step + max(self._period, self.PERIOD * self._sent)
 
-    def came_back(self, step: int, accepted: bool) -> None:
-        self._accepted += accepted
-        if 2 * self._accepted >= self._sent and self._sent < self.MAX_RUN:
+    def came_back(self, step: int, better: bool) -> None:
+        self._better += better
+        if 2 * self._better >= self._sent and self._sent < self.MAX_RUN:
             self._period, self._at = self.PERIOD, step + 1
             return
-        if not self._accepted:
+        if not self._better:
             self._period = min(2 * self._period, self.MAX_PERIOD)
-        self._sent = self._accepted = 0
+        self._sent = self._better = 0
 
     def drafting(self, step: int) -> None:
         """Drafts pay again, without probes."""
         self._period, self._at = self.PERIOD, step + self.PERIOD
-        self._sent = self._accepted = 0
+        self._sent = self._better = 0

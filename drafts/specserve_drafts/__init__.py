@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from specserve.config import SpeculationConfig
 from specserve.forward import Forward
+from specserve.models.decoder import DecoderConfig
 from specserve.proposal import Drafter
 
-__all__ = ["MODEL_FREE", "draft_bytes_per_token", "make_auto", "make_drafter"]
+__all__ = ["MODEL_FREE", "draft_bytes_per_token", "head_lines", "make_auto", "make_drafter"]
 
 MODEL_FREE = ("ngram", "suffix", "recycling", "prediction")
 
 
 def make_drafter(name: str, config: SpeculationConfig, forward: Forward | None) -> Drafter:
-    """The drafter called `name`, for the target behind `forward` (None: there is none, as in the simulator).
+    """The drafter called `name`, for the target behind `forward`; None: there is none, as in the simulator.
 
-    Raises:
-        ValueError: no drafter has this name, or it needs a target.
+    Raises ValueError where no drafter has this name, or it needs a target.
     """
     match name:
         case "ngram":
@@ -64,10 +64,35 @@ def make_auto(drafters: Mapping[str, Drafter], forward: Forward | None) -> Draft
     return AutoDrafter(parts, 1 << 31 if forward is None else forward.decoder.config.vocab_size)
 
 
-def draft_bytes_per_token(config: SpeculationConfig, itemsize: int) -> int:
-    """What drafters' own layers add to each token of the pool, in bytes; `itemsize` is that of a number of the KV."""
+def head_lines(drafters: Mapping[str, Drafter], encode: Callable[[str], Sequence[int]]) -> list[str]:
+    """What the self-check of a loaded EAGLE head found, and its warning if it was read wrongly.
+
+    `encode` makes ids of a text.
+    """
+    if "eagle" not in drafters:
+        return []
+    from specserve_drafts.eagle import EagleDrafter
+    from specserve_drafts.eagle_check import CHECK_TEXT
+
+    head = drafters["eagle"]
+    if not isinstance(head, EagleDrafter):
+        return []
+    found = head.check(encode(CHECK_TEXT))
+    return [str(found), *([found.warning] if found.warning else [])]
+
+
+def draft_bytes_per_token(config: SpeculationConfig, target: DecoderConfig, itemsize: int) -> int:
+    """What drafters add to each token of the pool, in bytes: kept rows and layers of their own.
+
+    `itemsize` is that of a number of the KV. An EAGLE head counts as three features and one layer like the target's.
+    """
+    numbers = 0
+    if config.drafter in ("auto", "recycling"):
+        numbers += target.hidden_size
+    if config.drafter == "eagle" or config.eagle_head is not None:
+        numbers += 3 * target.hidden_size + 2 * target.num_key_value_heads * target.head_dim
     if config.draft_model is None:
-        return 0
+        return numbers * itemsize
     from specserve_drafts.draft_model import kv_bytes_per_token
 
-    return kv_bytes_per_token(config.draft_model, itemsize)
+    return numbers * itemsize + kv_bytes_per_token(config.draft_model, itemsize)

@@ -314,8 +314,8 @@ def _eagle3(
             f"{folder}: config.json: use_aux_hidden_state is false, so hidden_size must be the target's"
             f" {target.hidden_size}, not {body.hidden_size}"
         )
-    # norm_output as speculators and all servers read it; SpecForge meant "normed for lm_head" by it up to its PR 879, and
-    # such a head feeds back outputs as they are: the check at load tries both
+    # norm_output as speculators and all servers read it. Up to its PR 879 SpecForge meant "normed for lm_head", and fed
+    # back outputs as they are: the check at load tries both.
     return HeadConfig(
         family="EAGLE-3",
         body=body,

@@ -2,9 +2,10 @@
 
 Of every row whose logits were computed, rejected ones included, the eight best ids are kept: for the pair of tokens
 that the row ends with, and for its last token alone. From a root they make a tree, best first: a node's children are
-the successors of its pair, or else of its token, or else of a table that comes with specserve. How likely the first,
-second, … of them is, is learned from what the target draws, apart for each kind of entry. Prompt rows had no logits;
-of tokens that are new to the table, their kept hidden states go through the head once the first token is out.
+the successors of its pair, or else of its token, or else what came with specserve (successors.py). How likely the
+first, second, … of them is, is learned from what the target draws, apart for each kind of entry. Rejected rows are
+worth a tenth of the acceptance length. Prompt rows had no logits; of tokens that nothing is known of, their kept hidden
+states go through the head once the first token is out, where nothing came with specserve.
 Source: Token Recycling (Luo et al., 2024), which knows single tokens and one fixed tree.
 """
 
@@ -24,7 +25,7 @@ from specserve_drafts.successors import Successors, pair_of
 
 NUM_SUCCESSORS = 8
 
-# All tables together; an entry takes 370 bytes, and a row of logits makes two.
+# All tables together; an entry takes 400 bytes, and a row of logits makes two.
 MAX_ENTRIES = 1 << 18
 
 # Prompt rows that go through the head in a step, and in all of one prompt.
@@ -87,9 +88,10 @@ class Tables:
     def grown(self, tenant: Hashable) -> None:
         """The tenant's table, just used, has new entries: keep the bound."""
         self._count(tenant)
+        spare = self._max_entries // 64  # some more at once: a dict finds its oldest entries slowly
         while self.num_entries > self._max_entries:
             oldest = next(iter(self._tables))
-            self._tables[oldest].drop_oldest(self.num_entries - self._max_entries)
+            self._tables[oldest].drop_oldest(self.num_entries - self._max_entries + spare)
             self._count(oldest)
             if not self._tables[oldest].entries:
                 self.drop(oldest)
@@ -158,7 +160,7 @@ class RecyclingDrafter:
 
     def stop(self, view: DraftRow) -> None:
         self._unread.pop(view.sequence_id, None)
-        if not view.salt:
+        if not view.salt or not self.tables.of(view.salt).entries:
             self.tables.drop(_tenant(view))
 
     def propose(self, rows: Sequence[DraftRow], caps: Sequence[int]) -> list[DraftTree]:

@@ -77,7 +77,7 @@ class World:
 
 
 @lru_cache(maxsize=4096)
-def _tree(confidence: float, siblings: float, size: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
+def best_tree(confidence: float, siblings: float, size: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
     """Parents and true survivals of the best `size` nodes, best first."""
     parents: list[int] = []
     survivals: list[float] = []
@@ -148,7 +148,7 @@ class _Answer:
     def propose(self, cap: int, guesses: Guesses) -> DraftTree:
         if not self._confidence or not cap:
             return EMPTY_TREE
-        parents, survivals = _tree(self._confidence, guesses.siblings, cap)
+        parents, survivals = best_tree(self._confidence, guesses.siblings, cap)
         estimates: tuple[float, ...] = ()
         if guesses.estimates is not None:
             estimates = tuple(survival**guesses.estimates for survival in survivals)
@@ -178,7 +178,7 @@ class Game:
         config = SpeculationConfig(drafter="ngram", num_draft_tokens=num_draft_tokens)
         self.controller = Controller(config, world.believed or world.costs)
         self.seconds = 0.0
-        self.num_steps = self.num_drafting_steps = self.num_asking_steps = self.num_nodes = 0
+        self.num_steps = self.num_drafting_steps = self.num_asking_steps = self.num_nodes = self.num_accepted = 0
         self._world = world
         self._pool = PagePool(1, 16)
         self._noise = random.Random(0)
@@ -247,6 +247,7 @@ class Game:
         self.num_asking_steps += num_asked > 0
         self.num_drafting_steps += num_nodes > 0
         self.num_nodes += num_nodes
+        self.num_accepted += load.num_accepted
 
     def _settle(
         self, plans: SequenceOf[PlannedRows], trees: SequenceOf[DraftTree], paths: SequenceOf[tuple[int, ...]]

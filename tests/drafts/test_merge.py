@@ -77,7 +77,8 @@ def test_no_better_tree_can_be_made(seed: int, num_trees: int, cap: int, sprouts
         assert max(left_out) < LEAST_SURVIVAL
         proposed = {path for tree in trees for path in tree.paths()}
         assert proposed <= set(paths)
-    assert min(merged.survival, default=inf) >= max(left_out) - 1e-12 or len(merged) < cap
+    # what a sprout hardly believes in is not looked at, even where a tree offers less
+    assert min(merged.survival, default=inf) >= max(left_out) - 1e-12 or max(left_out) < LEAST_SURVIVAL
 
 
 def test_a_node_is_the_first_ones_that_proposed_it() -> None:

@@ -166,6 +166,10 @@ def test_a_sequence_leaves_nothing_behind() -> None:
     drafter = RecyclingDrafter()
     Language().serve(drafter, 60, name="n")
     drafter.stop(row([1], 1, name="never seen"))
+    for salt in ("", "a"):  # one that ended before anything was seen of it
+        drafter.start(row([1, 2, 3], 2, salt=salt))
+        drafter.propose([row([1, 2, 3], 2, salt=salt)], [5])
+        drafter.stop(row([1, 2, 3], 2, salt=salt))
     assert len(drafter.tables) == 0 and drafter.tables.num_entries == 0 and drafter._unread == {}
 
 

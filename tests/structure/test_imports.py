@@ -41,7 +41,7 @@ TABLE: dict[str, frozenset[str]] = {
     "engine": PURE_ROWS
     | {"batch", "processors", "sample", "logprobs", "drawing", "verify", "answertext", "choice", "commit", "drafting"}
     | {"grammar", "metrics", "trace"},
-    "sweep": PURE_ROWS | {"engine"},
+    "sweep": PURE_ROWS | {"batch", "runner", "engine"},
     "v1": frozenset(),
     "provenance": frozenset(),
     "tables": frozenset(),
