@@ -263,7 +263,7 @@ def main() -> None:
     parser.add_argument("--per-category", type=int, default=8, help="prompts of each category")
     parser.add_argument("--tokens", type=int, default=128, help="length of an answer")
     parser.add_argument("--drafter", default="auto")
-    parser.add_argument("--num-draft-tokens", type=int, default=5)
+    parser.add_argument("--num-draft-tokens", type=int, help="fixed draft length; default: the controller decides")
     parser.add_argument("--repeats", type=int, default=3, help=f"runs of {AT_ONCE} at once")
     measure(parser.parse_args())
 

@@ -296,7 +296,9 @@ def away(engine: Any) -> Iterator[list[float]]:
 
 def host_overhead(folder: Any, num_requests: int, num_tokens: int) -> dict[str, float]:
     """Milliseconds a step from plan to events, forward and drawing excluded, with all requests decoding."""
+    # the n-gram drafter and a fixed length: Python's part must not hang on what the controller chooses
     options = {"max_model_len": 512, "kv_cache_gib": 0.5, "max_num_seqs": num_requests}
+    options |= {"drafter": "ngram", "num_draft_tokens": 5}
     built = build(EngineConfig.from_options(model=str(folder), **options))
     engine = built.engine
     requests = {}

@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from itertools import compress
+from math import ceil
 
 from specserve.config import SpeculationConfig
 from specserve.constraint import FORCED
-from specserve.costs import DraftSeconds, FollowedCosts, StepCosts, StepLoad
-from specserve.goodput import Choice, best_level, best_prefix
+from specserve.costs import Drafted, DraftSeconds, FollowedCosts, StepCosts, StepLoad
+from specserve.goodput import Asking, Choice, asked_for, best_level, best_prefix
 from specserve.proposal import DraftTree, StepResult
 from specserve.request import Sequence
 from specserve.scheduler import PlannedRows
@@ -90,16 +91,19 @@ class Controller:
             track.rest(self._step)
         load = StepLoad(len(tracks), sum(track.fixed or 0 for track in tracks), num_prompt_rows, context=context)
         names = [track.drafter for track in free]
-        share = {name: self._drafting[name].expected(names.count(name)) / names.count(name) for name in {*names}}
-        drafting = sum(map(share.__getitem__, names))
+        trees = {name: self._drafting[name].tree(names.count(name)) for name in {*names}}
+        nodes = {name: self._drafting[name].node(names.count(name)) for name in trees}
+        most = sum(track.prospect.peak for track in free)
+        asking = Asking(sum(map(trees.__getitem__, names)), sum(map(nodes.__getitem__, names)) / len(free), most)
         extra = context / len(tracks) * costs.now.node_context
         extra += sum(track.sampled for track in free) / len(free) * costs.now.sampled
-        counts = map(sum, zip(*(track.prospect.counts for track in free), strict=True))
-        choice = best_level(counts, load, costs.now, drafting, extra)
+        choice = best_level([track.prospect.counts for track in free], load, costs.now, asking, extra)
         self._rate = choice.rate
         for track in free:
-            gain = choice.gain(track.prospect.counts) - choice.rate * share[track.drafter]
-            track.give(gain > 0.0, self._step, load.num_rows)
+            counts = track.prospect.counts
+            cap = max(min(asked_for(choice.wanted(counts)), track.prospect.peak), 1.0)
+            gain = choice.gain(counts) - choice.rate * (trees[track.drafter] + cap * nodes[track.drafter])
+            track.give(ceil(cap) if gain > 0.0 else 0, self._step, load.num_rows)
         if any(track.cap for track in free):
             self._standing = (self._step + DRAFTING_STEPS, len(tracks))
             self._probes.drafting(self._step)
@@ -164,15 +168,15 @@ class Controller:
         told = len(step.tree) and FORCED not in step.tree.drafters
         track.learn(outcome(step.tree, step.path) if told else None)
 
-    def measured(self, load: StepLoad, seconds: float, drafting: Mapping[str, tuple[int, float]]) -> float:
-        """What a step took without drafting, and each drafter for so many sequences; returns what was predicted."""
+    def measured(self, load: StepLoad, seconds: float, drafting: Mapping[str, Drafted]) -> float:
+        """What a step took without drafting, and what each drafter took; returns what was predicted."""
         if self._costs is None:
             return 0.0
         predicted = self._costs.now.seconds(load) * self._costs.scale
         if not load.num_prompt_rows:
             self._costs.follow(load, seconds)
-        for name, (num_sequences, spent) in drafting.items():
-            self._drafting[name].follow(num_sequences, spent / self._costs.scale)
+        for name, spent in drafting.items():
+            self._drafting[name].follow(spent._replace(seconds=spent.seconds / self._costs.scale))
         return predicted
 
     def forget(self, sequence: Sequence) -> None:

@@ -144,30 +144,49 @@ class FollowedCosts:
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 
 
-class DraftSeconds:
-    """What a drafter takes to propose for n sequences at once, followed for a few sizes of n.
+class Drafted(NamedTuple):
+    """What one drafter took in a step, for so many trees and their nodes; of `num_new` sequences it had hardly heard."""
 
-    More sequences never take less, and n times as many never take more than n times as long. So each figure bounds all
+    num_trees: int
+    num_nodes: int
+    num_new: int
+    seconds: float
+
+
+TREE_NODES = 7.0  # a tree takes as long as so many nodes, and its nodes on top (`auto` on one core: 140 and 20 us)
+SPREAD = 64  # calls that a sequence's first ones are spread over
+
+
+class DraftSeconds:
+    """What a drafter takes for n trees at once, followed for a few sizes of n, and what a new sequence adds.
+
+    More trees never take less, and n times as many never take more than n times as long. So each figure bounds all
     others, which keeps a stale one from standing for ever, and where nothing is known the lower bound is assumed:
-    a drafter is tried before it is dismissed.
+    a drafter is tried before it is dismissed. The first calls for a sequence take in its prompt.
     """
 
     def __init__(self, rate: float = 0.1) -> None:
         self._rate = rate
-        self._known: list[float | None] = [None] * len(SIZES)
+        self._known: list[float | None] = [None] * len(SIZES)  # of n trees, for one node's share of each
+        self.start = 0.0  # seconds that a new sequence takes beyond the usual, spread over its calls
 
-    def follow(self, num_sequences: int, seconds: float) -> None:
-        """One call. It counts at most double what was expected: the first for a prompt is long, and machines stall."""
-        at = _size_of(num_sequences)
-        known, (_, most) = self._known[at], self._bounds(at)
+    def follow(self, drafted: Drafted) -> None:
+        """One step. Its seconds count at most double what was expected: machines stall."""
+        at = _size_of(drafted.num_trees)
+        per_tree = TREE_NODES + drafted.num_nodes / drafted.num_trees
+        if drafted.num_new:
+            start = max(drafted.seconds - per_tree * self._usual(at), 0.0) / drafted.num_new / SPREAD
+            self.start += (self._rate if self.start else 1.0) * (start - self.start)
+            return
+        known, seconds = self._known[at], drafted.seconds / per_tree
         if known is None:
-            self._known[at] = min(seconds, 2.0 * most)
+            self._known[at] = min(seconds, 2.0 * self._bounds(at)[1])
         else:
             self._known[at] = known + self._rate * (min(seconds, 2.0 * known) - known)
         for i, other in enumerate(self._known):
             if other is not None and i != at:
                 low, high = self._bounds(i, of=[at])
-                self._known[i] = other + self._rate * (min(max(other, low), high) - other)
+                self._known[i] = min(other + self._rate * (max(other, low) - other), high)
 
     def _bounds(self, at: int, of: Sequence[int] = range(len(SIZES))) -> tuple[float, float]:
         """The least and the most that a size can take by what others do."""
@@ -179,16 +198,22 @@ class DraftSeconds:
                 high = min(high, known * max(ratio, 1.0))
         return low, high
 
-    def expected(self, num_sequences: int) -> float:
-        """Seconds of a call for so many sequences, at least; 0 as long as nothing is known."""
-        at = _size_of(num_sequences)
+    def _usual(self, at: int) -> float:
         known = self._known[at]
         return self._bounds(at)[0] if known is None else known
 
+    def node(self, num_trees: int) -> float:
+        """Seconds of one more node in one of so many trees, at least; 0 as long as nothing is known."""
+        return self._usual(_size_of(num_trees)) / num_trees
 
-def _size_of(num_sequences: int) -> int:
+    def tree(self, num_trees: int) -> float:
+        """Seconds of one of so many trees, without its nodes, and its share of starting."""
+        return TREE_NODES * self.node(num_trees) + self.start
+
+
+def _size_of(num_trees: int) -> int:
     """Place in `SIZES` of the nearest one that is not larger."""
-    return max(i for i, size in enumerate(SIZES) if size <= max(num_sequences, 1))
+    return max(i for i, size in enumerate(SIZES) if size <= max(num_trees, 1))
 
 
 def monotone(measured: Sequence[tuple[int, float]]) -> tuple[float, ...]:

@@ -14,7 +14,7 @@ from operator import mul
 
 from specserve.config import SAMPLING_DRAFTERS, SpeculationConfig
 from specserve.controller import Controller, drafter_of
-from specserve.costs import StepLoad
+from specserve.costs import Drafted, StepLoad
 from specserve.metrics import EngineMetrics
 from specserve.proposal import EMPTY_TREE, Drafter, DraftRow, DraftTree, StepResult
 from specserve.request import Sequence
@@ -30,6 +30,9 @@ def verification_of(sequence: Sequence, config: SpeculationConfig) -> str:
     params = sequence.request.params
     sampled = not params.greedy and params.grammar is None and drafter_of(sequence, config) in SAMPLING_DRAFTERS
     return config.verification if sampled else "coupled"
+
+
+FEW_CALLS = 2  # in which a drafter takes in a prompt
 
 
 def view_of(sequence: Sequence, samples: bool = False) -> DraftRow:
@@ -54,7 +57,7 @@ def view_of(sequence: Sequence, samples: bool = False) -> DraftRow:
 class Drafting:
     """The drafters of an engine by name, and which sequences they know.
 
-    `seconds`: what drafting has taken in this step so far, `spent` of it by each drafter, for how many sequences.
+    `seconds`: what drafting has taken in this step so far, `spent` by each drafter.
     """
 
     def __init__(
@@ -67,7 +70,7 @@ class Drafting:
     ) -> None:
         self.drafters = dict(drafters)
         self.seconds = 0.0
-        self.spent: dict[str, tuple[int, float]] = {}
+        self.spent: dict[str, Drafted] = {}
         self.trace = Trace()
         self._controller = controller
         self._vocab_size = vocab_size
@@ -94,9 +97,11 @@ class Drafting:
                 by_drafter.setdefault(plan.sequence.stats.drafter, []).append(i)
                 self._asked.add(plan.sequence)
         for name, group in by_drafter.items():
-            self.spent[name] = (len(group), 0.0)
+            num_new = sum(plans[i].sequence.num_asked < FEW_CALLS for i in group)
+            self.spent[name] = Drafted(len(group), 0, num_new, 0.0)
             for i, tree in self._ask(self.drafters[name], plans, group):
                 trees[i] = tree
+            self.spent[name] = self.spent[name]._replace(num_nodes=sum(len(trees[i]) for i in group))
             began = self.charge(name, began)
         self._num_proposed = sum(map(len, trees))
         if by_drafter:
@@ -107,8 +112,8 @@ class Drafting:
     def charge(self, name: str, began: float) -> float:
         """Put the time since `began` to a drafter's account; returns the time."""
         now = self._clock()
-        num_sequences, seconds = self.spent[name]
-        self.spent[name] = (num_sequences, seconds + now - began)
+        spent = self.spent[name]
+        self.spent[name] = spent._replace(seconds=spent.seconds + now - began)
         self.seconds += now - began
         self._metrics.draft_seconds += now - began
         return now

@@ -7,7 +7,6 @@ known how many nodes of each level of survival to expect (`best_level`), afterwa
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from itertools import accumulate
 from operator import mul, sub
@@ -17,6 +16,14 @@ from specserve.costs import StepCosts, StepLoad
 from specserve.survival import LEVELS
 
 MARGIN = 1.01  # drafting must promise so much more than not drafting
+
+
+class Asking(NamedTuple):
+    """Seconds of drafting: of all trees, of each node asked for; and how many nodes will be asked for at most."""
+
+    trees: float
+    node: float
+    most_nodes: float
 
 
 class Choice(NamedTuple):
@@ -35,24 +42,36 @@ class Choice(NamedTuple):
         """Tokens gained by a sequence that offers so many nodes of each level."""
         return sum(map(mul, self.worth, counts), 0.0)
 
+    def wanted(self, counts: SequenceOf[float]) -> float:
+        """How many of a sequence's nodes will be taken."""
+        return sum(counts[: self.level + 1])
 
-def best_level(counts: Iterable[float], load: StepLoad, costs: StepCosts, drafting: float, extra: float) -> Choice:
+
+def asked_for(wanted: float, num_trees: int = 1) -> float:
+    """Nodes to ask for where so many are expected to be taken: what trees offer changes from step to step."""
+    return 2.0 * wanted + 2.0 * num_trees
+
+
+def best_level(
+    counts: SequenceOf[SequenceOf[float]], load: StepLoad, costs: StepCosts, asking: Asking, extra: float
+) -> Choice:
     """The level of survival down to which nodes are to be drafted.
 
     Args:
-        counts: expected nodes of each level, over all sequences that may draft.
+        counts: expected nodes of each level, for each sequence that may draft.
         load: the step without them.
-        drafting: seconds that their drafters take.
         extra: seconds of a node, beside those of its row.
     """
-    plain, num_rows = costs.seconds(load), load.num_rows
-    base, rows = costs.rows(num_rows), costs.rows
+    plain, num_rows, rows = costs.seconds(load), load.num_rows, costs.rows
+    base, num_trees = rows(num_rows), len(counts)
     rate, best, price, most = MARGIN * load.num_sequences / plain, -1, 0.0, 0.0
     nodes = accepted = 0.0
-    for level, count in enumerate(counts):
+    for level, count in enumerate(map(sum, zip(*counts, strict=True))):
         nodes += count
         accepted += count * LEVELS[level]
+        asked = min(asked_for(nodes, num_trees), asking.most_nodes)
         more = rows(num_rows + nodes) - base + nodes * extra
+        drafting = asking.trees + asking.node * asked
         reached = (load.num_sequences + accepted) / (plain + drafting + more + accepted * costs.accepted)
         if reached > rate:
             rate, best, price, most = reached, level, reached * more / nodes, nodes

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from itertools import accumulate, repeat
-from math import ceil
 from operator import mul
 from typing import NamedTuple
 
@@ -27,7 +26,7 @@ OPTIMISTIC_NODES = 8
 PRIOR_WEIGHT, OWN_PRIOR_WEIGHT = 3.0, 8.0  # in estimated acceptances
 SHARED_FADING, OWN_FADING = 0.99, 0.95  # of evidence, by each tree
 SHARED_RATE, OWN_RATE = 0.02, 0.15  # of averages, by each tree
-PEAK_FADING = 0.9
+PEAK_FADING, GROWTH = 0.9, 1.5
 
 PROBE_NODES, PROBE_WEIGHT, PROBE_TREES = 4, 4.0, 10.0
 QUIET_STEPS = 8  # so long a "nobody drafts" stands in an unchanged batch
@@ -67,7 +66,7 @@ class Prospect:
     """Correction and outlook of one sequence or, without `shared`, of all sequences of a drafter.
 
     `first`, `deeper`: accepted ÷ estimated. `counts[i]`: nodes of survival level i that the next tree will have.
-    `peak`: the most nodes that were worth their rows lately.
+    `peak`: the most nodes that it makes sense to ask for: some more than were worth their rows lately.
     """
 
     def __init__(self, shared: Prospect | None = None) -> None:
@@ -199,16 +198,14 @@ class Track:
             self.prospect.rest(min(idle / self._patience, 1.0))
             self.rested_at = now
 
-    def give(self, worth_it: bool, now: int, num_rows: int) -> None:
-        """Its cap: a quarter and two nodes more than were worth their rows lately, so that it can grow; or nothing."""
-        self.probing = False
-        if worth_it:
-            self.cap = min(ceil(1.25 * self.prospect.peak) + 2, MAX_NUM_DRAFT_TOKENS)
-            return
-        if self.cap:
+    def give(self, cap: int, now: int, num_rows: int) -> None:
+        """Its cap from now on; 0 = it rests."""
+        if self.cap and not cap:
             self._patience = min(2 * self._patience, MAX_PATIENCE)
             self.rested_at = now
-        self.cap, self.why = 0, (num_rows, self.prospect.acceptance)
+        if not cap:
+            self.why = (num_rows, self.prospect.acceptance)
+        self.cap, self.probing = min(cap, MAX_NUM_DRAFT_TOKENS), False
 
     def probe(self) -> None:
         """Ask once although it does not pay."""
@@ -216,7 +213,10 @@ class Track:
 
     def saw(self, survivals: SequenceOf[float], num_worth: int, weight: float) -> None:
         """A proposed tree that stands for `weight` of them (0: not looked at), and how many nodes were worth it."""
-        self.prospect.peak = max(self.prospect.peak * PEAK_FADING, num_worth)
+        full = num_worth == len(survivals) >= self.cap
+        self.prospect.peak = (
+            GROWTH * num_worth + 1.0 if full else max(self.prospect.peak * PEAK_FADING, num_worth + 1.0)
+        )
         self.shared.peak += SHARED_RATE * (self.prospect.peak - self.shared.peak)
         if weight:
             counts = level_counts(survivals)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from specserve.config import SpeculationConfig
 from specserve.controller import Controller
-from specserve.costs import StepCosts, StepLoad
+from specserve.costs import Drafted, StepCosts, StepLoad
 from specserve.pages import PagePool, PageTable
 from specserve.proposal import EMPTY_TREE, DraftTree, StepResult
 from specserve.request import Request, SamplingParams, Sequence
@@ -73,7 +73,7 @@ class World:
     believed: StepCosts | None = None
     slowness: float = 1.0
     noise: float = 0.03
-    drafting: tuple[float, float, float] = (2e-5, 8e-5, 5e-6)
+    drafting: tuple[float, float, float] = (2e-5, 1.2e-4, 1.5e-5)
 
 
 @lru_cache(maxsize=4096)
@@ -241,7 +241,9 @@ class Game:
         seconds = hardship * self._world.costs.seconds(load)
         call, each, node = self._world.drafting
         drafting = hardship * (call + each * num_asked + node * sum(map(len, proposed))) if num_asked else 0.0
-        self.controller.measured(load, seconds, {"ngram": (num_asked, drafting)} if num_asked else {})
+        self.controller.measured(
+            load, seconds, {"ngram": Drafted(num_asked, sum(map(len, proposed)), 0, drafting)} if num_asked else {}
+        )
         self.seconds += seconds + drafting
         self.num_steps += 1
         self.num_asking_steps += num_asked > 0

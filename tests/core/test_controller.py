@@ -16,7 +16,7 @@ from specserve_kernels import load
 
 from specserve.config import MAX_NUM_DRAFT_TOKENS, CacheConfig, EngineConfig, ModelLimits, SpeculationConfig
 from specserve.controller import DEFAULT_NODES, Controller
-from specserve.costs import StepCosts, StepLoad
+from specserve.costs import Drafted, StepCosts, StepLoad
 from specserve.engine import Engine
 from specserve.events import Delta, Event
 from specserve.goodput import best_level, best_prefix
@@ -197,7 +197,7 @@ def test_dear_drafting_is_not_asked_for() -> None:
     for rig, seconds in ((cheap, 0.0001), (dear, 0.2)):
         for _ in range(100):
             num_nodes = rig.step(right=2)
-            drafting = {"ngram": (1, seconds)} if rig.caps[0] else {}
+            drafting = {"ngram": Drafted(1, 0, 0, seconds)} if rig.caps[0] else {}
             rig.controller.measured(StepLoad(1, num_nodes, num_accepted=min(2, num_nodes)), 0.010, drafting)
     assert cheap.caps[0] > 0 and dear.caps[0] == 0
 

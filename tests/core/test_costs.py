@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specserve.costs import DraftSeconds, FollowedCosts, StepCosts, StepLoad, monotone
+from specserve.costs import Drafted, DraftSeconds, FollowedCosts, StepCosts, StepLoad, monotone
 
 COSTS = StepCosts(
     curve=tuple(0.010 + 0.001 * (n // 17) + 0.0001 * n for n in range(65)),
@@ -95,7 +95,7 @@ def test_sizes_that_alternate_correct_the_shape() -> None:
 def test_unknown_draft_seconds_are_bounded_from_below_by_what_is_known() -> None:
     seconds = DraftSeconds()
     assert seconds.expected(4) == 0.0, "a drafter is tried before it is dismissed"
-    seconds.follow(8, 0.004)
+    seconds.follow(Drafted(8, 0, 0, 0.004))
     assert seconds.expected(8) == seconds.expected(15) == pytest.approx(0.004)
     assert seconds.expected(64) == pytest.approx(0.004), "no less than for fewer"
     assert seconds.expected(2) == pytest.approx(0.001), "no less than their share"
@@ -104,11 +104,17 @@ def test_unknown_draft_seconds_are_bounded_from_below_by_what_is_known() -> None
 def test_one_long_call_counts_little_and_a_stale_figure_does_not_stand() -> None:
     seconds = DraftSeconds()
     for _ in range(20):
-        seconds.follow(1, 0.001)
-    seconds.follow(1, 1.0)
+        seconds.follow(Drafted(1, 0, 0, 0.001))
+    seconds.follow(Drafted(1, 0, 0, 1.0))
     assert seconds.expected(1) <= 0.0011 + 1e-9
-    seconds.follow(32, 0.5)  # measured once, while the machine stalled
+    seconds.follow(Drafted(32, 0, 0, 0.5))  # measured once, while the machine stalled
     assert seconds.expected(32) <= 2 * 32 * 0.0011 + 1e-9
-    for _ in range(40):
-        seconds.follow(1, 0.001)
-    assert seconds.expected(32) <= 1.1 * 32 * 0.001
+    seconds.follow(Drafted(1, 0, 0, 0.001))
+    assert seconds.expected(32) <= 1.2 * 32 * 0.001
+
+
+def test_what_new_sequences_take_is_spread_over_their_calls() -> None:
+    seconds = DraftSeconds()
+    seconds.follow(Drafted(4, 0, 0, 0.001))
+    seconds.follow(Drafted(4, 2, 0.001 + 2 * 0.0064))
+    assert seconds.expected(4) == pytest.approx(0.001 + 4 * 0.0001)
