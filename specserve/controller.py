@@ -93,7 +93,7 @@ class Controller:
         names = [track.drafter for track in free]
         trees = {name: self._drafting[name].tree(names.count(name)) for name in {*names}}
         nodes = {name: self._drafting[name].node(names.count(name)) for name in trees}
-        most = sum(track.prospect.peak for track in free)
+        most = sum(track.prospect.most_nodes for track in free)
         asking = Asking(sum(map(trees.__getitem__, names)), sum(map(nodes.__getitem__, names)) / len(free), most)
         extra = context / len(tracks) * costs.now.node_context
         extra += sum(track.sampled for track in free) / len(free) * costs.now.sampled
@@ -101,9 +101,10 @@ class Controller:
         self._rate = choice.rate
         for track in free:
             counts = track.prospect.counts
-            cap = max(min(asked_for(choice.wanted(counts)), track.prospect.peak), 1.0)
-            gain = choice.gain(counts) - choice.rate * (trees[track.drafter] + cap * nodes[track.drafter])
-            track.give(ceil(cap) if gain > 0.0 else 0, self._step, load.num_rows)
+            cap = asked_for(choice.wanted(counts))
+            drafting = trees[track.drafter] + nodes[track.drafter] * min(cap, track.prospect.most_nodes)
+            cap = ceil(min(cap, track.prospect.peak)) if choice.gain(counts) > choice.rate * drafting else 0
+            track.give(cap, self._step, load.num_rows)
         if any(track.cap for track in free):
             self._standing = (self._step + DRAFTING_STEPS, len(tracks))
             self._probes.drafting(self._step)

@@ -145,7 +145,7 @@ SIZES = (1, 2, 4, 8, 16, 32, 64)
 
 
 class Drafted(NamedTuple):
-    """What one drafter took in a step, for so many trees and their nodes; of `num_new` sequences it had hardly heard."""
+    """What one drafter took in a step for so many trees and their nodes; of `num_new` sequences it hardly knew."""
 
     num_trees: int
     num_nodes: int

@@ -102,6 +102,11 @@ class Prospect:
         self.deeper = (self._deep_hits + weight * deeper) / (self._deep_tried + weight)
 
     @property
+    def most_nodes(self) -> float:
+        """Nodes that its next tree will have, asked for as many as make sense."""
+        return min(self.peak, sum(self.counts))
+
+    @property
     def acceptance(self) -> float:
         """Share of verified trees of which a node was accepted, lately."""
         shared = OPTIMISM if self.shared is None else self.shared.acceptance
