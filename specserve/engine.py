@@ -363,14 +363,8 @@ class Engine:
             self.metrics.num_prompt_tokens += span.num_pending
         self._emit(active, sequence, kept, logprobs, num_drafted=len(path))
         if is_root and kept.reason is None:
-            told = StepResult(
-                tree=span.tree,
-                path=path,
-                tokens=kept.token_ids,
-                drawn=drawn.ids,
-                top_ids=result.top_ids[span.first_logit : span.first_logit + 1 + len(span.tree)],
-            )
-            self.drafting.observe(sequence, told)
+            best = result.top_ids[span.first_logit : span.first_logit + 1 + len(span.tree)]
+            self.drafting.observe(sequence, StepResult(span.tree, path, kept.token_ids, drawn.ids, best))
 
     def _cut(self, sequence: Sequence, run: SequenceOf[int]) -> Cut:
         choice = self._choice_of(sequence)
