@@ -196,7 +196,7 @@ class Controller:
         if self._costs is not None and track is not None and track.why is not None:
             num_rows, acceptance = track.why
             ratio = self._costs.now.rows(num_rows) / self._costs.now.rows(1)
-            cost = f"the controller verified no draft: a step of {num_rows} rows takes {ratio:.1f} times as long as one row"
+            cost = f"the controller verified no draft: {num_rows} rows a step take {ratio:.1f} times as long as one"
             return f"{cost}; with {acceptance:.0%} of drafts beginning right none pays"
         if not sequence.num_asked:
             return "there was never room to draft: the answer's end, pages or the token budget were too near"

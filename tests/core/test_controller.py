@@ -19,7 +19,7 @@ from specserve.controller import DEFAULT_NODES, Controller
 from specserve.costs import Drafted, StepCosts, StepLoad
 from specserve.engine import Engine
 from specserve.events import Delta, Event
-from specserve.goodput import best_level, best_prefix
+from specserve.goodput import Asking, best_level, best_prefix
 from specserve.pages import PagePool, PageTable
 from specserve.proposal import Drafter, DraftTree, StepResult
 from specserve.request import Request, SamplingParams, Sequence, SpeculationParams
@@ -250,7 +250,7 @@ def test_no_prefix_gains_more_than_the_best(worths: list[float], num_rows: int, 
 @given(st.lists(st.floats(0.0, 6.0), min_size=len(LEVELS), max_size=len(LEVELS)), st.integers(1, 40))
 def test_the_chosen_level_reaches_the_highest_rate(counts: list[float], num_sequences: int) -> None:
     load = StepLoad(num_sequences)
-    choice = best_level(counts, load, STAIRS, drafting=0.0005, extra=0.00001)
+    choice = best_level(counts, load, STAIRS, Asking(trees=0.0005, node=0.0, most_nodes=64.0), extra=0.00001)
 
     def rate(level: int) -> float:
         nodes = sum(counts[: level + 1])
@@ -324,7 +324,7 @@ def test_a_sequence_that_got_nothing_is_told_why_with_figures() -> None:
     idle = next(one for one, cap in zip(rig.sequences, rig.caps, strict=True) if not cap)
     idle.stats.num_steps = 5
     told = rig.controller.inactive_reason(idle)
-    assert "a step of 3 rows takes 3.0 times as long as one row" in told
+    assert "3 rows a step take 3.0 times as long as one" in told
     assert "% of drafts beginning right none pays" in told
 
 
