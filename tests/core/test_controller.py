@@ -247,23 +247,28 @@ def test_no_prefix_gains_more_than_the_best(worths: list[float], num_rows: int, 
     assert gain == pytest.approx(max(others), abs=1e-9)
 
 
-@given(st.lists(st.floats(0.0, 6.0), min_size=len(LEVELS), max_size=len(LEVELS)), st.integers(1, 40))
-def test_the_chosen_level_reaches_the_highest_rate(counts: list[float], num_sequences: int) -> None:
-    load = StepLoad(num_sequences)
-    choice = best_level(counts, load, STAIRS, Asking(trees=0.0005, node=0.0, most_nodes=64.0), extra=0.00001)
+@given(
+    st.lists(st.lists(st.floats(0.0, 2.0), min_size=len(LEVELS), max_size=len(LEVELS)), min_size=1, max_size=4),
+    st.integers(4, 40),
+)
+def test_the_chosen_level_reaches_the_highest_rate(counts: list[list[float]], num_sequences: int) -> None:
+    load, asking = StepLoad(num_sequences), Asking(trees=0.0005, node=0.0001, most_nodes=30.0)
+    choice = best_level(counts, load, STAIRS, asking, extra=0.00001)
 
     def rate(level: int) -> float:
-        nodes = sum(counts[: level + 1])
-        accepted = sum(n * survival for n, survival in zip(counts[: level + 1], LEVELS[: level + 1], strict=True))
-        seconds = STAIRS.rows(num_sequences + nodes) + 0.0005 + nodes * 0.00001
-        return (num_sequences + accepted) / seconds
+        by_level = [sum(column) for column in zip(*counts, strict=True)][: level + 1]
+        nodes = sum(by_level)
+        accepted = sum(n * survival for n, survival in zip(by_level, LEVELS, strict=False))
+        drafting = 0.0005 + 0.0001 * min(asked_for(nodes, len(counts)), 30.0)
+        return (num_sequences + accepted) / (STAIRS.rows(num_sequences + nodes) + drafting + nodes * 0.00001)
 
+    rates = [rate(level) for level in range(len(LEVELS))]
     plain = num_sequences / STAIRS.seconds(load)
-    rates = [rate(level) for level in range(len(LEVELS)) if sum(counts[: level + 1])]
     if choice.level < 0:
         assert all(value <= plain * 1.01 + 1e-9 for value in rates)
     else:
         assert rate(choice.level) == pytest.approx(max(rates)) and choice.rate > plain
+        assert choice.nodes == pytest.approx(sum(map(choice.wanted, counts)))
 
 
 # ---- survival

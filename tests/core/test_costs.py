@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specserve.costs import Drafted, DraftSeconds, FollowedCosts, StepCosts, StepLoad, monotone
+from specserve.costs import SPREAD, Drafted, DraftSeconds, FollowedCosts, StepCosts, StepLoad, monotone
 
 COSTS = StepCosts(
     curve=tuple(0.010 + 0.001 * (n // 17) + 0.0001 * n for n in range(65)),
@@ -92,29 +92,45 @@ def test_sizes_that_alternate_correct_the_shape() -> None:
     assert followed.now.seconds(load) * followed.scale == pytest.approx(2.0 * true.seconds(load), rel=0.04)
 
 
+def drafted(num_trees: int, seconds: float, num_nodes: int = 0, num_new: int = 0) -> Drafted:
+    return Drafted(num_trees, num_nodes, num_new, seconds)
+
+
+def usual(seconds: DraftSeconds, num_trees: int, num_nodes: int = 0) -> float:
+    """Of so many trees with so many nodes in all."""
+    return num_trees * seconds.tree(num_trees) + num_nodes * seconds.node(num_trees)
+
+
 def test_unknown_draft_seconds_are_bounded_from_below_by_what_is_known() -> None:
     seconds = DraftSeconds()
-    assert seconds.expected(4) == 0.0, "a drafter is tried before it is dismissed"
-    seconds.follow(Drafted(8, 0, 0, 0.004))
-    assert seconds.expected(8) == seconds.expected(15) == pytest.approx(0.004)
-    assert seconds.expected(64) == pytest.approx(0.004), "no less than for fewer"
-    assert seconds.expected(2) == pytest.approx(0.001), "no less than their share"
+    assert usual(seconds, 4, 9) == 0.0, "a drafter is tried before it is dismissed"
+    seconds.follow(drafted(8, 0.004))
+    assert usual(seconds, 8) == pytest.approx(0.004)
+    assert usual(seconds, 64) == pytest.approx(0.004), "no less than for fewer"
+    assert usual(seconds, 2) == pytest.approx(0.001), "no less than their share"
+
+
+def test_nodes_take_their_share_of_a_tree() -> None:
+    seconds = DraftSeconds()
+    seconds.follow(drafted(2, 2 * (0.00014 + 12 * 0.00002), num_nodes=24))
+    assert seconds.tree(2) == pytest.approx(0.00014)
+    assert seconds.node(2) == pytest.approx(0.00002)
 
 
 def test_one_long_call_counts_little_and_a_stale_figure_does_not_stand() -> None:
     seconds = DraftSeconds()
     for _ in range(20):
-        seconds.follow(Drafted(1, 0, 0, 0.001))
-    seconds.follow(Drafted(1, 0, 0, 1.0))
-    assert seconds.expected(1) <= 0.0011 + 1e-9
-    seconds.follow(Drafted(32, 0, 0, 0.5))  # measured once, while the machine stalled
-    assert seconds.expected(32) <= 2 * 32 * 0.0011 + 1e-9
-    seconds.follow(Drafted(1, 0, 0, 0.001))
-    assert seconds.expected(32) <= 1.2 * 32 * 0.001
+        seconds.follow(drafted(1, 0.001))
+    seconds.follow(drafted(1, 1.0))
+    assert usual(seconds, 1) <= 0.0011 + 1e-9
+    seconds.follow(drafted(32, 0.5))  # measured once, while the machine stalled
+    assert usual(seconds, 32) <= 2 * 32 * 0.0011 + 1e-9
+    seconds.follow(drafted(1, 0.001))
+    assert usual(seconds, 32) <= 1.2 * 32 * 0.001
 
 
 def test_what_new_sequences_take_is_spread_over_their_calls() -> None:
     seconds = DraftSeconds()
-    seconds.follow(Drafted(4, 0, 0, 0.001))
-    seconds.follow(Drafted(4, 2, 0.001 + 2 * 0.0064))
-    assert seconds.expected(4) == pytest.approx(0.001 + 4 * 0.0001)
+    seconds.follow(drafted(4, 0.001))
+    seconds.follow(drafted(4, 0.001 + 2 * SPREAD * 0.0001, num_new=2))
+    assert usual(seconds, 4) == pytest.approx(0.001 + 4 * 0.0001)
