@@ -144,17 +144,17 @@ class Controller:
                 num_rows += len(tree)
                 track.saw(survivals, len(tree), PROBE_TREES)
                 continue
-            price = plan.sequence.table.cached_len * costs.node_context + track.sampled * costs.sampled
-            gain, price = 1.0 - self._rate * costs.accepted, self._rate * price
+            seconds = plan.sequence.table.cached_len * costs.node_context + track.sampled * costs.sampled
             judged.append((i, track, survivals))
-            worths += [value * gain - price for value in survivals]
+            worths += [value * (1.0 - self._rate * costs.accepted) - self._rate * seconds for value in survivals]
         kept = best_prefix(worths, num_rows, self._rate, costs)
-        first, stride = 0, 1 + len(judged) // 5  # in a large batch trees are looked at in turns
+        # in a large batch trees are looked at in turns, but all of them where they were asked for in vain
+        first, stride, in_vain = 0, 1 + len(judged) // 5, not any(kept)
         for i, track, survivals in judged:
             nodes = list(compress(range(len(survivals)), kept[first : first + len(survivals)]))
             first += len(survivals)
             trees[i] = trees[i].keep(nodes) if len(nodes) < len(survivals) else trees[i]
-            track.saw(survivals, len(nodes), 0.0 if (self._step + i) % stride else stride)
+            track.saw(survivals, len(nodes), stride if in_vain or (self._step + i) % stride == 0 else 0.0)
             if survivals and not nodes:
                 track.why = (num_rows, track.prospect.acceptance)
         return trees

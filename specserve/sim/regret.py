@@ -302,7 +302,7 @@ _WRONG = Guesses((0.01,))
 
 TRACES: dict[str, tuple[Phase, ...]] = {
     **{
-        f"stationary, {kind}, {n} running": (Phase(n, 2000 + 500 * n, guesses),)
+        f"stationary, {kind}, {n} running": (Phase(n, 2000 + 1000 * n, guesses),)
         for kind, guesses in (("lookup", _LOOKUP), ("tree", _TREE), ("overconfident tree", _OVERCONFIDENT))
         for n in (1, 4, 16, 32)
     },

@@ -19,7 +19,7 @@ from specserve.controller import DEFAULT_NODES, Controller
 from specserve.costs import Drafted, StepCosts, StepLoad
 from specserve.engine import Engine
 from specserve.events import Delta, Event
-from specserve.goodput import Asking, best_level, best_prefix
+from specserve.goodput import Asking, asked_for, best_level, best_prefix
 from specserve.pages import PagePool, PageTable
 from specserve.proposal import Drafter, DraftTree, StepResult
 from specserve.request import Request, SamplingParams, Sequence, SpeculationParams
