@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections import Counter, defaultdict
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from specserve_drafts.successors import pair_of, read_successors
 from specserve_drafts.train.answers import (
     Answer,
     AnswerConfig,
@@ -25,7 +27,7 @@ from specserve_drafts.train.head import DraftHead, HeadConfig, attend
 from specserve_drafts.train.loop import TrainConfig, pack_loss, scaled, train
 from specserve_drafts.train.loss import SoftCrossEntropy, soft_targets
 from specserve_drafts.train.pipeline import PipelineConfig, Prepared, make_features, new_head, prepare, run
-from specserve_drafts.train.successors import count_successors
+from specserve_drafts.train.successors import RANK_WEIGHTS, count_successors, vote
 from tiny import write_tiny_llama
 
 from specserve.errors import ConfigError
@@ -107,8 +109,36 @@ def test_export_has_the_public_tensors(config: PipelineConfig, out: Path, prepar
         load_pack(prepared.shards, prepared.train[:3], prepared.frozen.vocabulary_mask, 3), prepared.frozen.scales
     )
     assert all(rows.isfinite().all() for rows in head(pack, prepared.frozen.embed, 3))
-    table = load_file(out / "head" / "successors.safetensors")["successors"]
-    assert table.shape == (prepared.target.config.vocab_size, 8)
+
+
+def test_the_table_of_a_run_holds_what_the_answers_rows_voted_for(out: Path, prepared: Prepared) -> None:
+    vocab_size = prepared.target.config.vocab_size
+    table = read_successors(out / "head" / "successors.safetensors", vocab_size)
+    votes: dict[int, Counter[int]] = defaultdict(Counter)
+    seen: Counter[int] = Counter()
+    for entry in prepared.shards.entries:
+        best = (prepared.shards.hidden(entry).double() @ prepared.target.lm_head.double().T).topk(8).indices.tolist()
+        ids = prepared.shards.ids(entry)[-entry.answer_len - 1 :].tolist()
+        for previous, token_id, row in zip(ids, ids[1:], best, strict=False):
+            for context in (token_id, pair_of(previous, token_id)):
+                seen[context] += 1
+                for weight, voted in zip(RANK_WEIGHTS, row, strict=True):
+                    votes[context][voted] += weight
+    is_pair = {context: context >= vocab_size for context in votes}
+    known = {context: table.after_pair(context) if is_pair[context] else table.after(context) for context in votes}
+    assert all(bool(found) == (not is_pair[context] or seen[context] > 1) for context, found in known.items())
+    assert any(found for context, found in known.items() if is_pair[context])
+    for context, found in known.items():
+        if found:
+            scores = [round(score, 6) for _, score in votes[context].most_common(8)]
+            assert [round(votes[context][voted], 6) for voted in found] == scores
+
+
+def test_votes_count_by_rank_and_ties_go_to_the_lowest_id() -> None:
+    best = torch.tensor([[5, 3], [3, 5], [4, 2]])
+    contexts, table, seen = vote(torch.tensor([7, 7, 1]), best, vocab_size=10)
+    assert (contexts.tolist(), seen.tolist()) == ([1, 7], [1, 2])
+    assert table[:, :3].tolist() == [[4, 2, -1], [3, 5, -1]]
 
 
 def test_public_export_writes_the_output_head(config: PipelineConfig, out: Path, prepared: Prepared) -> None:

@@ -37,7 +37,7 @@ from specserve_drafts.train.features import FeatureConfig, extract_shards
 from specserve_drafts.train.head import DraftHead
 from specserve_drafts.train.initial import feature_scales, initialize
 from specserve_drafts.train.loop import Frozen, TrainConfig, train
-from specserve_drafts.train.successors import count_successors, write_successors
+from specserve_drafts.train.successors import make_successors, write_successors
 
 HELD_OUT_LIMIT = 100  # answers that a head is judged by at each checkpoint: some seconds
 ELAPSED = "seconds.json"
@@ -188,8 +188,9 @@ def fit(config: PipelineConfig, out: Path, prepared: Prepared, answers: Sequence
     train(head, prepared.shards, packs, prepared.frozen, training, out / "checkpoints", write)
     found = write(len(packs))
     every = (one for folder in answers for one in read_answers(folder))
+    ops = specserve_kernels.load()
     write_successors(
-        out / "head" / "successors.safetensors", count_successors(every, prepared.target.config.vocab_size)
+        out / "head" / "successors.safetensors", make_successors(prepared.shards, every, prepared.target.lm_head, ops)
     )
     return found
 
