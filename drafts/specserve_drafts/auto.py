@@ -3,16 +3,40 @@
 A tree of 16 rows costs what a chain of five does, and drafters that fail in different places fill it well (merge.py).
 Recycling proposes no tree of its own here: it grows on beside and below those of the others. Every part learns from
 the outcome of the merged tree. A part that fails for a sequence is not asked about it again, and the others go on.
+A part with forwards of its own is asked only as long as what it brings is worth its time (payback.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from time import perf_counter
 
+from specserve.config import SAMPLING_DRAFTERS
 from specserve.proposal import Drafter, DraftRow, DraftTree, StepResult
 from specserve_drafts.merge import Sprout, merge
+from specserve_drafts.payback import Asked, Payback
 from specserve_drafts.recycling import RecyclingDrafter
+
+
+@dataclass(slots=True)
+class _Step:
+    """From one `propose` to the next. `lengths`: of each sequence, at its beginning; the rest is by costly part."""
+
+    lengths: dict[str, int]
+    began: float
+    own_seconds: dict[str, float] = field(default_factory=dict)  # of those that are asked
+    own_tokens: dict[str, int] = field(default_factory=dict)
+
+    def charge(self, name: str, seconds: float) -> None:
+        if name in self.own_seconds:
+            self.own_seconds[name] += seconds
+
+    def credit(self, drafters: Sequence[str]) -> None:
+        """Accepted nodes, by whose they were."""
+        for name in self.own_seconds:
+            self.own_tokens[name] = self.own_tokens.get(name, 0) + drafters.count(name)
 
 
 class AutoDrafter:
@@ -24,34 +48,61 @@ class AutoDrafter:
 
     name = "auto"
 
-    def __init__(self, parts: Sequence[Drafter], vocab_size: int) -> None:
+    def __init__(self, parts: Sequence[Drafter], vocab_size: int, clock: Callable[[], float] = perf_counter) -> None:
         self.parts = tuple(parts)
         self.wants_top_ids = any(part.wants_top_ids for part in parts)
         self.num_faults = 0
+        self.paybacks = {part.name: Payback() for part in parts if part.name in SAMPLING_DRAFTERS}
         self._vocab_size = vocab_size
+        self._clock = clock
         self._muted: set[tuple[str, str]] = set()  # (part, sequence)
+        self._step = _Step({}, 0.0)
 
     def start(self, view: DraftRow) -> None:
         for part in self.parts:
             self._try(part, view, partial(part.start, view))
 
     def propose(self, rows: Sequence[DraftRow], caps: Sequence[int]) -> list[DraftTree]:
+        self._begin_step(rows)
         trees: list[list[DraftTree]] = [[] for _ in rows]
         sprouts: list[Sprout | None] = [None] * len(rows)
         for part in self.parts:
+            if part.name in self.paybacks and part.name not in self._step.own_seconds:
+                continue
             asked = [i for i, row in enumerate(rows) if (part.name, row.sequence_id) not in self._muted]
             if isinstance(part, RecyclingDrafter):
                 for i, sprout in self._sprouts(part, rows, asked):
                     sprouts[i] = sprout
             else:
+                began = self._clock()
                 for i, tree in self._ask(part, rows, caps, asked):
                     trees[i].append(tree)
+                self._step.charge(part.name, self._clock() - began)
         return [merge(*each) for each in zip(trees, caps, sprouts, strict=True)]
+
+    def _begin_step(self, rows: Sequence[DraftRow]) -> None:
+        """Judge the costly parts by the step that ends now, and choose whom to ask in the one that begins."""
+        if not self.paybacks:
+            return
+        ended, begins = self._step, _Step({row.sequence_id: len(row.token_ids) for row in rows}, self._clock())
+        if ended.lengths.keys() == begins.lengths.keys():
+            tokens = sum(begins.lengths.values()) - sum(ended.lengths.values())
+            for name, own_seconds in ended.own_seconds.items():
+                self.paybacks[name].count(
+                    Asked(tokens, begins.began - ended.began, ended.own_tokens.get(name, 0), own_seconds)
+                )
+        begins.own_seconds |= {name: 0.0 for name, payback in self.paybacks.items() if payback.asks()}
+        self._step = begins
 
     def observe(self, view: DraftRow, result: StepResult) -> None:
         for part in self.parts:
             if (part.name, view.sequence_id) not in self._muted:
+                began = self._clock() if part.name in self.paybacks else 0.0
                 self._try(part, view, partial(part.observe, view, result))
+                if part.name in self.paybacks:
+                    self._step.charge(part.name, self._clock() - began)
+        if self.paybacks:
+            self._step.credit([result.tree.drafters[node] for node in result.path])
 
     def stop(self, view: DraftRow) -> None:
         for part in self.parts:
@@ -101,7 +152,7 @@ class AutoDrafter:
     ) -> list[tuple[int, Sprout]]:
         try:
             recycling.read_prompts([rows[i] for i in asked])
-            return [(i, recycling.sprout(rows[i])) for i in asked]
+            return [(i, recycling.sprout(rows[i])._replace(outranks=tuple(self.paybacks))) for i in asked]
         except Exception:
             self.num_faults += 1
             return []

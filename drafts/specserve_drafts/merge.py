@@ -26,12 +26,16 @@ LEAST_SURVIVAL = 0.005
 
 
 class Sprout(NamedTuple):
-    """A drafter that can grow on anywhere, and the two tokens that end with the root."""
+    """A drafter that can grow on anywhere, and the two tokens that end with the root.
+
+    A node that it shares with those that it `outranks` is its own.
+    """
 
     drafter: str
     successors: Successors
     previous: int
     root: int
+    outranks: tuple[str, ...] = ()
 
 
 class _Claim:
@@ -70,6 +74,8 @@ class _Growth:
                 claim = claims.get(token)
                 if claim is not None:
                     claim.chance = max(claim.chance, chance)
+                    if claim.drafter in sprout.outranks:
+                        claim.drafter = drafter
                 elif survival * chance >= LEAST_SURVIVAL:
                     age += 1
                     heappush(branches, (-survival * chance, age, parent, token_id, token, drafter, ()))

@@ -60,7 +60,7 @@ def _best_ids(shards: Shards, lm_head: Tensor, ops: Ops, progress: Progress | No
         ids = shards.ids(entry)
         tokens.append(ids[-entry.answer_len :])
         previous.append(ids[-entry.answer_len - 1 : -1])
-        for hidden in shards.hidden(entry).to(lm_head.dtype).split(CHUNK_ROWS):
+        for hidden in torch.split(shards.hidden(entry).to(lm_head.dtype), CHUNK_ROWS):
             logits = ops.linear(hidden.contiguous(), weight, out_dtype=torch.float32)
             best.append(ops.top_ids(logits, NUM_SUCCESSORS))
         if progress is not None and (done % 64 == 0 or done == len(shards.entries)):
