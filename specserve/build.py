@@ -64,7 +64,7 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
     ops = specserve_kernels.load(config.kernels)
     tokenizer = Tokenizer(folder)
     decoder = load_decoder(folder, ops, config.dtype, config.quantization)
-    config = resolve(config, decoder.config, decoder.dtype.itemsize)
+    config = resolve(config, decoder.config, decoder.dtype.itemsize, decoder.fingerprint)
     cache = config.cache
     assert cache.num_pages is not None and config.max_model_len is not None
     limits = ModelLimits(
@@ -138,26 +138,32 @@ def make_drafters(config: SpeculationConfig, forward: Forward | None) -> dict[st
     return drafters | {"auto": make_auto(drafters, forward)}
 
 
-def resolve(config: EngineConfig, model: DecoderConfig, kv_itemsize: int) -> EngineConfig:
-    """A new configuration in which every size is a number that fits the model and the machine."""
+def resolve(config: EngineConfig, model: DecoderConfig, kv_itemsize: int, fingerprint: str = "") -> EngineConfig:
+    """A new configuration in which every size is a number that fits the model and the machine.
+
+    `fingerprint`: the model's, which tells whether a head comes with specserve.
+    """
     context = model.max_position_embeddings
     max_model_len = config.max_model_len or context
     if max_model_len > context:
         raise ConfigError(f"max_model_len is {max_model_len}; the model's context is {context} tokens")
     num_pages = config.cache.num_pages
     if num_pages is None:
-        num_pages = _pages_in_memory(config, model, max_model_len, kv_itemsize)
+        draft_bytes = draft_bytes_per_token(config.speculation, model, kv_itemsize, fingerprint)
+        num_pages = _pages_in_memory(config, model, max_model_len, kv_itemsize, draft_bytes)
     return replace(config, max_model_len=max_model_len, cache=replace(config.cache, num_pages=num_pages))
 
 
-def _pages_in_memory(config: EngineConfig, model: DecoderConfig, max_model_len: int, kv_itemsize: int) -> int:
+def _pages_in_memory(
+    config: EngineConfig, model: DecoderConfig, max_model_len: int, kv_itemsize: int, draft_bytes: int
+) -> int:
+    """How many fit; `draft_bytes` are what drafters add to each token."""
     cache: CacheConfig = config.cache
     gib = cache.kv_cache_gib
     if gib is None:
         gib = min(DEFAULT_KV_CACHE_GIB, DEFAULT_KV_CACHE_SHARE * _free_memory() / GIB)
     bytes_per_token = 2 * model.num_hidden_layers * model.num_key_value_heads * model.head_dim * kv_itemsize
-    bytes_per_token += draft_bytes_per_token(config.speculation, model, kv_itemsize)
-    page_bytes = bytes_per_token * cache.page_size
+    page_bytes = (bytes_per_token + draft_bytes) * cache.page_size
     num_pages = int(gib * GIB // page_bytes)
     need = -(-max_model_len // cache.page_size)
     if num_pages < need:

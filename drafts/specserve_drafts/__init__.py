@@ -81,15 +81,19 @@ def head_lines(drafters: Mapping[str, Drafter], encode: Callable[[str], Sequence
     return [str(found), *([found.warning] if found.warning else [])]
 
 
-def draft_bytes_per_token(config: SpeculationConfig, target: DecoderConfig, itemsize: int) -> int:
+def draft_bytes_per_token(config: SpeculationConfig, target: DecoderConfig, itemsize: int, fingerprint: str) -> int:
     """What drafters add to each token of the pool, in bytes: kept rows and layers of their own.
 
-    `itemsize` is that of a number of the KV. An EAGLE head counts as three features and one layer like the target's.
+    `itemsize` is that of a number of the KV, `fingerprint` the target's. An EAGLE head counts as three features and one
+    layer like the target's.
     """
+    from specserve_drafts.eagle import shipped_head
+
     numbers = 0
+    has_head = config.eagle_head is not None or (config.drafter == "auto" and shipped_head(fingerprint) is not None)
     if config.drafter in ("auto", "recycling"):
         numbers += target.hidden_size
-    if config.drafter == "eagle" or config.eagle_head is not None:
+    if config.drafter == "eagle" or has_head:
         numbers += 3 * target.hidden_size + 2 * target.num_key_value_heads * target.head_dim
     if config.draft_model is None:
         return numbers * itemsize

@@ -19,11 +19,10 @@ from torch import Tensor
 
 from specserve.errors import ConfigError, ModelError
 from specserve.forward import Forward
-from specserve.models.decoder import Decoder
 from specserve.proposal import DraftRow, DraftTree, StepResult
 from specserve_drafts.draft_rows import DraftBatch, DraftLayers, num_weights
 from specserve_drafts.eagle_check import HeadCheck, check_head
-from specserve_drafts.eagle_checkpoint import load_checkpoint, read_fingerprint, target_fingerprint
+from specserve_drafts.eagle_checkpoint import load_checkpoint, read_fingerprint
 from specserve_drafts.eagle_head import EagleHead
 from specserve_drafts.grow import Level, Shape, TreeGrower
 
@@ -31,11 +30,10 @@ SHIPPED_HEADS = Path(__file__).parent / "heads"
 QUANTIZATION = "int8"
 
 
-def shipped_head(decoder: Decoder) -> Path | None:
-    """The folder of the head that comes with specserve for this target, None if there is none."""
-    wanted = target_fingerprint(decoder)
+def shipped_head(fingerprint: str) -> Path | None:
+    """The folder of the head that comes with specserve for the target of this fingerprint, None if there is none."""
     folders = sorted(SHIPPED_HEADS.iterdir()) if SHIPPED_HEADS.is_dir() else []
-    return next((folder for folder in folders if read_fingerprint(folder) == wanted), None)
+    return next((folder for folder in folders if read_fingerprint(folder) == fingerprint), None)
 
 
 def load_eagle(folder: str | Path | None, forward: Forward, window: int) -> EagleDrafter:
@@ -46,17 +44,17 @@ def load_eagle(folder: str | Path | None, forward: Forward, window: int) -> Eagl
         ModelError, WeightsError: the head cannot be used, or was trained for another target.
     """
     decoder = forward.decoder
-    found = shipped_head(decoder) if folder is None else Path(folder)
+    found = shipped_head(decoder.fingerprint) if folder is None else Path(folder)
     if found is None:
         raise ConfigError(
             "no EAGLE head comes with specserve for this model (fingerprint"
-            f" {target_fingerprint(decoder)[:12]}); set eagle_head to the folder of one, or train one"
+            f" {decoder.fingerprint[:12]}); set eagle_head to the folder of one, or train one"
         )
     checkpoint = load_checkpoint(found, decoder.config)
-    if checkpoint.fingerprint not in (None, target_fingerprint(decoder)):
+    if checkpoint.fingerprint not in (None, decoder.fingerprint):
         raise ModelError(
             f"{found}: the head was trained for a target of fingerprint {checkpoint.fingerprint!s:.12}; this one's is"
-            f" {target_fingerprint(decoder)[:12]}"
+            f" {decoder.fingerprint[:12]}"
         )
     return EagleDrafter(forward, EagleHead(checkpoint, decoder, QUANTIZATION), window)
 

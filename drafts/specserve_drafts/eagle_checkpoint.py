@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from specserve.errors import ModelError, ModelNotFound, WeightsError
-from specserve.models.decoder import ARCHITECTURE, Decoder, DecoderConfig
+from specserve.models.decoder import ARCHITECTURE, DecoderConfig
 from specserve.models.weights import FILE_DTYPES, StoredTensor, read_headers, read_tensors
 
 PICKLE = "pytorch_model.bin"
@@ -148,11 +148,6 @@ class HeadCheckpoint:
     tensors: Mapping[str, Tensor]
     target_ids: Tensor | None
     fingerprint: str | None
-
-
-def target_fingerprint(decoder: Decoder) -> str:
-    """What a head's provenance names its target by: the same for one model in every dtype and quantization."""
-    return decoder.fingerprint
 
 
 def read_fingerprint(folder: Path) -> str | None:

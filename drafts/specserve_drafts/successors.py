@@ -63,7 +63,7 @@ def shipped_successors(decoder: Decoder) -> Successors | None:
     Raises:
         WeightsError: the file is not what it should be.
     """
-    folder = shipped_head(decoder)
+    folder = shipped_head(decoder.fingerprint)
     path = None if folder is None else folder / SUCCESSORS_FILE
     return read_successors(path, decoder.config.vocab_size) if path is not None and path.is_file() else None
 

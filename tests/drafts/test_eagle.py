@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from specserve_drafts import draft_rows, eagle, make_drafter
 from specserve_drafts.eagle import EagleDrafter, load_eagle, shipped_head
 from specserve_drafts.eagle_check import check_head
-from specserve_drafts.eagle_checkpoint import HeadCheckpoint, load_checkpoint, target_fingerprint
+from specserve_drafts.eagle_checkpoint import HeadCheckpoint, load_checkpoint
 from specserve_drafts.eagle_head import EagleHead
 from specserve_drafts.grow import Shape
 from specserve_kernels import PURPOSE_TARGET, AttentionRows
@@ -377,15 +377,15 @@ def test_a_head_is_found_by_its_targets_fingerprint(
     monkeypatch.setattr(eagle, "SHIPPED_HEADS", tmp_path)
     forward = Hand(target).runner
     config = SpeculationConfig()
-    assert shipped_head(target) is None
+    assert shipped_head(target.fingerprint) is None
     with pytest.raises(ConfigError, match=r"no EAGLE head comes with specserve for this model.*set eagle_head"):
         make_drafter("eagle", config, forward)
     head = load_checkpoint(head_folder, target.config)
     raw = json.loads((head_folder / "config.json").read_text())
-    for name, fingerprint in (("another", "0" * 64), ("ours", target_fingerprint(target))):
+    for name, fingerprint in (("another", "0" * 64), ("ours", target.fingerprint)):
         write_head(tmp_path / name, raw, {n: t.clone() for n, t in head.tensors.items()})
         (tmp_path / name / "provenance.json").write_text(json.dumps({"target_fingerprint": fingerprint}))
-    assert shipped_head(target) == tmp_path / "ours"
+    assert shipped_head(target.fingerprint) == tmp_path / "ours"
     assert isinstance(make_drafter("eagle", config, forward), EagleDrafter)
     with pytest.raises(ModelError, match=rf"trained for a target of fingerprint {'0' * 12}; this one's is"):
         load_eagle(tmp_path / "another", forward, WINDOW)

@@ -12,7 +12,7 @@ import specserve_kernels
 import torch
 from eagle_files import Tensors, head_config, head_tensors, nested, target_ids, write_head
 from safetensors.torch import save_file
-from specserve_drafts.eagle_checkpoint import HeadCheckpoint, load_checkpoint, read_fingerprint, target_fingerprint
+from specserve_drafts.eagle_checkpoint import HeadCheckpoint, load_checkpoint, read_fingerprint
 from tiny import TinyLlama, tiny_config
 
 from specserve.errors import ModelError, ModelNotFound, WeightsError
@@ -263,11 +263,11 @@ def test_fingerprint_is_the_models_not_the_files(tiny_llama: TinyLlama, tmp_path
     ops = specserve_kernels.load("auto")
     folder = tiny_llama()
     found = {
-        target_fingerprint(load_decoder(folder, ops, dtype, quantization))
+        load_decoder(folder, ops, dtype, quantization).fingerprint
         for dtype, quantization in (("float32", None), ("bfloat16", None), ("bfloat16", "int8"))
     }
     assert len(found) == 1
-    other = target_fingerprint(load_decoder(tiny_llama(seed=1), ops))
+    other = load_decoder(tiny_llama(seed=1), ops).fingerprint
     assert other not in found
     (tmp_path / "provenance.json").write_text(json.dumps({"target_fingerprint": other}))
     assert read_fingerprint(tmp_path) == other
@@ -288,4 +288,4 @@ def test_a_tuned_last_layer_is_another_model(tiny_llama: TinyLlama, tmp_path: Pa
     tensors["model.layers.1.mlp.up_proj.weight"] *= 1.5
     save_file(tensors, folder / "model.safetensors")
     ops = specserve_kernels.load("auto")
-    assert target_fingerprint(load_decoder(folder, ops)) != target_fingerprint(load_decoder(tiny_llama(), ops))
+    assert load_decoder(folder, ops).fingerprint != load_decoder(tiny_llama(), ops).fingerprint
