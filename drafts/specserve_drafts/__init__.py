@@ -89,11 +89,10 @@ def draft_bytes_per_token(config: SpeculationConfig, target: DecoderConfig, item
     """
     from specserve_drafts.eagle import shipped_head
 
-    numbers = 0
-    has_head = config.eagle_head is not None or (config.drafter == "auto" and shipped_head(fingerprint) is not None)
-    if config.drafter in ("auto", "recycling"):
+    numbers, shipped = 0, shipped_head(fingerprint)
+    if config.drafter in ("auto", "recycling") and shipped is None:
         numbers += target.hidden_size
-    if config.drafter == "eagle" or has_head:
+    if config.drafter == "eagle" or config.eagle_head is not None or (config.drafter == "auto" and shipped is not None):
         numbers += 3 * target.hidden_size + 2 * target.num_key_value_heads * target.head_dim
     if config.draft_model is None:
         return numbers * itemsize

@@ -393,7 +393,7 @@ def test_by_name(target_folder: Path, near_folder: Path, target: Decoder) -> Non
 
 
 def test_its_layers_are_counted_in_the_pool(target: Decoder, near_folder: Path) -> None:
-    options: dict[str, Any] = {"kv_cache_gib": 0.01, "page_size": PAGE, "max_model_len": 64}
+    options: dict[str, Any] = {"kv_cache_gib": 0.01, "page_size": PAGE, "max_model_len": 64, "drafter": "off"}
     alone = resolve(EngineConfig.from_options(**options), target.config, 4)
     both = resolve(EngineConfig.from_options(**options, draft_model=str(near_folder)), target.config, 4)
     assert alone.cache.num_pages is not None

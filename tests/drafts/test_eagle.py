@@ -16,7 +16,7 @@ from eagle_files import Tensors, head_config, head_tensors, write_head
 from eagle_reference import Reference
 from harness import EngineHarness
 from safetensors.torch import load_file, save_file
-from specserve_drafts import draft_rows, eagle, make_drafter
+from specserve_drafts import draft_bytes_per_token, make_drafter
 from specserve_drafts.eagle import EagleDrafter, load_eagle, shipped_head
 from specserve_drafts.eagle_check import check_head
 from specserve_drafts.eagle_checkpoint import HeadCheckpoint, load_checkpoint
@@ -378,6 +378,8 @@ def test_a_head_is_found_by_its_targets_fingerprint(
     forward = Hand(target).runner
     config = SpeculationConfig()
     assert shipped_head(target.fingerprint) is None
+    body = target.config
+    assert draft_bytes_per_token(config, body, 2, target.fingerprint) == 2 * body.hidden_size
     with pytest.raises(ConfigError, match=r"no EAGLE head comes with specserve for this model.*set eagle_head"):
         make_drafter("eagle", config, forward)
     head = load_checkpoint(head_folder, target.config)
@@ -386,6 +388,8 @@ def test_a_head_is_found_by_its_targets_fingerprint(
         write_head(tmp_path / name, raw, {n: t.clone() for n, t in head.tensors.items()})
         (tmp_path / name / "provenance.json").write_text(json.dumps({"target_fingerprint": fingerprint}))
     assert shipped_head(target.fingerprint) == tmp_path / "ours"
+    layer = 2 * body.num_key_value_heads * body.head_dim
+    assert draft_bytes_per_token(config, body, 2, target.fingerprint) == 2 * (3 * body.hidden_size + layer)
     assert isinstance(make_drafter("eagle", config, forward), EagleDrafter)
     with pytest.raises(ModelError, match=rf"trained for a target of fingerprint {'0' * 12}; this one's is"):
         load_eagle(tmp_path / "another", forward, WINDOW)
