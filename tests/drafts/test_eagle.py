@@ -16,7 +16,7 @@ from eagle_files import Tensors, head_config, head_tensors, write_head
 from eagle_reference import Reference
 from harness import EngineHarness
 from safetensors.torch import load_file, save_file
-from specserve_drafts import draft_bytes_per_token, make_drafter
+from specserve_drafts import draft_bytes_per_token, draft_rows, eagle, make_drafter
 from specserve_drafts.eagle import EagleDrafter, load_eagle, shipped_head
 from specserve_drafts.eagle_check import check_head
 from specserve_drafts.eagle_checkpoint import HeadCheckpoint, load_checkpoint
