@@ -62,16 +62,9 @@ class Draft(NamedTuple):
 NO_DRAFT = Draft(EMPTY_TREE, ())
 
 
-class _Branch(NamedTuple):
-    """A node that may join the tree; the order is by survival, best first, then by age."""
-
-    minus_survival: float
-    age: int
-    parent: int
-    depth: int
-    token_id: int
-    pasts: list[Past]
-    kind: Hashable
+# a node that may join the tree: (-survival, age, parent, depth, its token, the pasts behind it, its kind); plain
+# tuples, since a step makes some 20 of them a sequence
+_Branch = tuple[float, int, int, int, int, list[Past], Hashable]
 
 
 class _Growth:
@@ -85,28 +78,38 @@ class _Growth:
 
     def open(self, parent: int, depth: int, survival: float, pasts: list[Past]) -> None:
         """Let what the pasts say comes next compete; `depth` and `survival` are the parent's."""
-        total = 1.0
-        votes: dict[int, tuple[float, int, list[Past]]] = {}
-        for past in pasts:
-            tokens, start, period, length, trust, source = past
-            token_id = tokens[start + depth % period]
-            if token_id < 0:
-                continue
-            vote = _VOTE[length + depth] * trust
-            total += vote
-            if token_id in votes:
-                weight, sources, backers = votes[token_id]
-                backers.append(past)
-                votes[token_id] = (weight + vote, sources | source, backers)
-            else:
-                votes[token_id] = (vote, source, [past])
+        total, votes = _count_votes(pasts, depth)
         for token_id, (weight, sources, backers) in votes.items():
             share = weight / total
             kind = (self._mode, sources, int(share * _NUM_SHARES), depth > 0)
             chance = survival * self._record.estimate(kind, share)
             if chance >= _LEAST_SURVIVAL:
-                heappush(self.branches, _Branch(-chance, self._age, parent, depth + 1, token_id, backers, kind))
+                heappush(self.branches, (-chance, self._age, parent, depth + 1, token_id, backers, kind))
                 self._age += 1
+
+
+def _count_votes(pasts: list[Past], depth: int) -> tuple[float, dict[int, tuple[float, int, list[Past]]]]:
+    """All votes and the one for something new; of each token its votes, their sources, and the pasts behind them."""
+    if len(pasts) == 1:  # most nodes are on nobody else's path
+        tokens, start, period, length, trust, source = pasts[0]
+        token_id, vote = tokens[start + depth % period], _VOTE[length + depth] * trust
+        return 1.0 + vote, {token_id: (vote, source, pasts)} if token_id >= 0 else {}
+    total = 1.0
+    votes: dict[int, tuple[float, int, list[Past]]] = {}
+    for past in pasts:
+        tokens, start, period, length, trust, source = past
+        token_id = tokens[start + depth % period]
+        if token_id < 0:
+            continue
+        vote = _VOTE[length + depth] * trust
+        total += vote
+        if token_id in votes:
+            weight, sources, backers = votes[token_id]
+            backers.append(past)
+            votes[token_id] = (weight + vote, sources | source, backers)
+        else:
+            votes[token_id] = (vote, source, [past])
+    return total, votes
 
 
 def grow(pasts: list[Past], cap: int, record: Record, mode: Hashable, drafter: str) -> Draft:

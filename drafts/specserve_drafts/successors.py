@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -40,21 +42,31 @@ class Successors:
     def __init__(self, singles: Tensor, pairs: Tensor | None = None, after_pairs: Tensor | None = None) -> None:
         self._singles = singles.numpy()
         self._after_pairs = None if after_pairs is None else after_pairs.numpy()
+        self._lists: dict[int, Sequence[int]] = {}  # what was asked for once, by context
         rows = [] if pairs is None else pairs.tolist()
         self._rows = {pair_of(previous, token_id): i for i, (previous, token_id) in enumerate(rows)}
 
     def after(self, token_id: int) -> Sequence[int]:
         """After a token; () if nothing is known."""
-        if token_id >= len(self._singles):
-            return ()
-        return [i for i in self._singles[token_id].tolist() if i >= 0]
+        known = self._lists.get(token_id)
+        if known is None:
+            known = _known(self._singles[token_id]) if token_id < len(self._singles) else ()
+            self._lists[token_id] = known
+        return known
 
     def after_pair(self, pair: int) -> Sequence[int]:
         """After two tokens; () if nothing is known."""
         row = self._rows.get(pair)
         if row is None or self._after_pairs is None:
             return ()
-        return [i for i in self._after_pairs[row].tolist() if i >= 0]
+        known = self._lists.get(pair)
+        if known is None:
+            known = self._lists[pair] = _known(self._after_pairs[row])
+        return known
+
+
+def _known(ids: NDArray[np.integer]) -> Sequence[int]:
+    return [i for i in ids.tolist() if i >= 0]
 
 
 def shipped_successors(decoder: Decoder) -> Successors | None:

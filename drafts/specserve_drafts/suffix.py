@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from specserve.proposal import DraftRow, DraftTree, StepResult
 from specserve.request import GREEDY_TEMPERATURE
-from specserve_drafts.occurrences import SEPARATOR, Text
+from specserve_drafts.occurrences import SEPARATOR, OwnText, Text
 from specserve_drafts.pasts import ENDLESS, Draft, Past, grow
 from specserve_drafts.record import Record
 
@@ -73,11 +73,11 @@ class SuffixDrafter:
     def __init__(self) -> None:
         self.answers = PastAnswers()
         self._record = Record()
-        self._texts: dict[str, Text] = {}
+        self._texts: dict[str, OwnText] = {}
         self._drafts: dict[str, Draft] = {}
 
     def start(self, view: DraftRow) -> None:
-        self._texts[view.sequence_id] = Text()
+        self._texts[view.sequence_id] = OwnText()
 
     def propose(self, rows: Sequence[DraftRow], caps: Sequence[int]) -> list[DraftTree]:
         return [self._draft(row, cap) for row, cap in zip(rows, caps, strict=True)]
@@ -98,12 +98,9 @@ class SuffixDrafter:
         return draft.tree
 
     def _pasts(self, row: DraftRow) -> list[Past]:
-        text = self._texts[row.sequence_id]
-        text.extend(row.token_ids[len(text.tokens) :])
-        own, present = text.tokens, len(text.tokens)
-        pasts = [
-            Past(own, start, present - start, length, 1.0, _OWN) for start, length in text.occurrences(own, _MAX_PASTS)
-        ]
+        own, present = row.token_ids, len(row.token_ids)
+        places = self._texts[row.sequence_id].occurrences(own, _MAX_PASTS)
+        pasts = [Past(own, start, present - start, length, 1.0, _OWN) for start, length in places]
         earlier = self.answers.of(row.salt)
         if earlier is not None:
             pasts += [

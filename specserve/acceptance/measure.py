@@ -32,16 +32,18 @@ def measure(
     sides: Sequence[Side],
     settings: Settings,
     progress: Callable[[int], None] = lambda done: None,
+    plainly: bool = True,
 ) -> list[Answer]:
     """Answers of every (category, text), plainly and by each side, one request at a time.
 
     Args:
         progress: told how many of len(prompts) * (1 + len(sides)) answers there are.
+        plainly: without it nothing is answered plainly, and nobody can say how much faster a side is.
 
     Raises:
         InvalidRequest: a prompt, a drafter or a number is refused.
     """
-    everyone = (PLAIN, *sides)
+    everyone = (PLAIN, *sides) if plainly else tuple(sides)
     with _recorded(built.engine) as recorders:
         for side in everyone:  # what is done once is paid here
             warm_up = replace(settings, max_tokens=WARM_UP_TOKENS)

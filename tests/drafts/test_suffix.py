@@ -12,8 +12,8 @@ from driving import drive, row
 from harness import EngineHarness, sharpen
 from hypothesis import given
 from hypothesis import strategies as st
-from specserve_drafts import make_drafter, occurrences
-from specserve_drafts.occurrences import LONGEST, SEPARATOR, Text
+from specserve_drafts import make_drafter
+from specserve_drafts.occurrences import LONGEST, SEPARATOR, OwnText, Text
 from specserve_drafts.pasts import ENDLESS, MAX_DEPTH, Past, grow
 from specserve_drafts.record import Record
 from specserve_drafts.suffix import PastAnswers, SuffixDrafter
@@ -91,17 +91,13 @@ def test_what_was_dropped_is_as_if_it_never_was(
     )
 
 
-def test_a_step_costs_what_it_adds(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[int] = []
-    gram = occurrences._gram
-    monkeypatch.setattr(occurrences, "_gram", lambda *args: calls.append(1) or gram(*args))
-    drafter, tokens = SuffixDrafter(), [i % 7 for i in range(3000)]
-    drafter.start(row(tokens, 10))
-    drafter.propose([row(tokens, 10)], [4])
-    assert len(calls) > 3 * 2900
-    calls.clear()
-    drafter.propose([row([*tokens, 1, 2], 10)], [4])
-    assert len(calls) <= 3 * 2 + 3
+@given(steps=st.lists(tokens_of_three.filter(bool), min_size=1, max_size=4), limit=st.integers(1, 9))
+def test_a_growing_text_finds_in_itself_what_its_index_would(steps: list[list[int]], limit: int) -> None:
+    own, indexed, tokens = OwnText(), Text(), list[int]()
+    for step in steps:
+        tokens += step
+        indexed.extend(step)
+        assert own.occurrences(tokens, limit) == indexed.occurrences(tokens, limit)
 
 
 # ---- the tree -------------------------------------------------------------------------------------------------------
