@@ -92,7 +92,7 @@ def ask(built: Built, prompts: Sequence[tuple[str, str]], case: Case, options: a
     )
     side = Side(drafter=case.drafter, cold=case.cold)
     with prepared(built, case), counting_bar(case.label, len(prompts)) as progress:
-        return measure(built, prompts, [side], settings, progress, plainly=False)
+        return measure(built, prompts, [side], settings, progress, plainly=False, salt=case.label)
 
 
 def length(answers: Sequence[Answer]) -> float | None:

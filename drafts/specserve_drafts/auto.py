@@ -22,10 +22,15 @@ from specserve_drafts.recycling import RecyclingDrafter
 
 @dataclass(slots=True)
 class _Step:
-    """From one `propose` to the next. `lengths`: of each sequence, at its beginning; the rest is by costly part."""
+    """From one `propose` to the next. `lengths`: of each sequence, at its beginning; the rest is by costly part.
+
+    `is_first`: a sequence was not asked about in the step before. Parts take in its prompt then, which tells nothing of
+    the steps to come.
+    """
 
     lengths: dict[str, int]
     began: float
+    is_first: bool = False
     own_seconds: dict[str, float] = field(default_factory=dict)  # of those that are asked
     own_tokens: dict[str, int] = field(default_factory=dict)
 
@@ -85,7 +90,8 @@ class AutoDrafter:
         if not self.paybacks:
             return
         ended, begins = self._step, _Step({row.sequence_id: len(row.token_ids) for row in rows}, self._clock())
-        if ended.lengths.keys() == begins.lengths.keys():
+        begins.is_first = not begins.lengths.keys() <= ended.lengths.keys()
+        if ended.lengths.keys() == begins.lengths.keys() and not ended.is_first:
             tokens = sum(begins.lengths.values()) - sum(ended.lengths.values())
             for name, own_seconds in ended.own_seconds.items():
                 self.paybacks[name].count(

@@ -2,12 +2,14 @@
 
 Over the steps in which it is asked, the tokens that only this part's nodes brought are set against the time that it
 took: without it a step would have been that much shorter and that many tokens poorer. Where tokens a second would have
-been higher without it, it rests, and is tried again after a while, ever more rarely as long as it never pays.
+been higher without it, it rests, and is tried again after a while, ever more rarely as long as it never pays. Seconds
+are known at once and tokens only after a while, so a trial ends as soon as luck cannot explain the tokens any more.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from math import inf, sqrt
 from typing import NamedTuple
 
 WINDOW = 64  # steps that are judged together
@@ -48,9 +50,9 @@ class Payback:
         """A step that began and ended with the same sequences; others tell nothing of its seconds."""
         self._steps.append(asked)
         self._trial_left = max(self._trial_left - 1, 0)
-        if self._trial_left:
+        if self._trial_left and self._gain(hope=1.0) >= MARGIN:
             return
-        if self.gain >= MARGIN:
+        if not self._trial_left and self.gain >= MARGIN:
             self._next_rest = REST
             return
         self._rest_left, self._trial_left = self._next_rest, TRIAL
@@ -60,6 +62,14 @@ class Payback:
     @property
     def gain(self) -> float:
         """Tokens a second with the part, as a multiple of those without it; 1 where nothing is known."""
-        tokens, seconds, own_tokens, own_seconds = map(sum, zip(*self._steps, strict=True)) if self._steps else (0,) * 4
-        with_it, without = tokens * (seconds - own_seconds), (tokens - own_tokens) * seconds
-        return with_it / without if without > 0 else 1.0
+        return self._gain()
+
+    def _gain(self, hope: float = 0.0) -> float:
+        """With `hope` the part is credited with what it may have brought less by bad luck: so many standard deviations
+        of a count that began with one."""
+        if not self._steps:
+            return 1.0
+        tokens, own_tokens = sum(step.tokens for step in self._steps), sum(step.own_tokens for step in self._steps)
+        seconds, own_seconds = sum(step.seconds for step in self._steps), sum(step.own_seconds for step in self._steps)
+        without = (tokens - own_tokens - hope * (1 + sqrt(1 + own_tokens))) * seconds
+        return tokens * (seconds - own_seconds) / without if without > 0 else inf

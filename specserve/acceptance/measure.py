@@ -33,12 +33,14 @@ def measure(
     settings: Settings,
     progress: Callable[[int], None] = lambda done: None,
     plainly: bool = True,
+    salt: str = LOCAL_SALT,
 ) -> list[Answer]:
     """Answers of every (category, text), plainly and by each side, one request at a time.
 
     Args:
         progress: told how many of len(prompts) * (1 + len(sides)) answers there are.
         plainly: without it nothing is answered plainly, and nobody can say how much faster a side is.
+        salt: what the salts of the sides begin with.
 
     Raises:
         InvalidRequest: a prompt, a drafter or a number is refused.
@@ -47,14 +49,14 @@ def measure(
     with _recorded(built.engine) as recorders:
         for side in everyone:  # what is done once is paid here
             warm_up = replace(settings, max_tokens=WARM_UP_TOKENS)
-            _answer(built, recorders, prompts[0], side, warm_up, f"{LOCAL_SALT}: warm-up")
+            _answer(built, recorders, prompts[0], side, warm_up, f"{salt}: warm-up")
         answers: list[Answer] = []
         for number, prompt in enumerate(prompts):
             own_seed = replace(settings, seed=settings.seed + number)  # answers of one seed are correlated
             for turn in range(len(everyone)):
                 side = everyone[(number + turn) % len(everyone)]
-                salt = f"{LOCAL_SALT}: {side.label}" + (f" {number}" if side.cold else "")
-                answers.append(_answer(built, recorders, prompt, side, own_seed, salt))
+                own_salt = f"{salt}: {side.label}" + (f" {number}" if side.cold else "")
+                answers.append(_answer(built, recorders, prompt, side, own_seed, own_salt))
                 progress(len(answers))
     return answers
 
