@@ -1,15 +1,19 @@
-"""Does speculation ever cost? A closed loop of 1 to 64 streams in process, with drafts and without, pair by pair.
+"""Does speculation ever cost? A closed loop of 1 to 64 streams in process, with drafts and without, step by step.
 
-At every level the same list of requests is answered by the same engine with speculation off and with the drafter, in
-turns, so that a slow moment of the machine hits both. The list is as long as `--seconds` need without speculation. The
-ratio of throughputs (drafter ÷ off) of each pair is taken, and of these the median with its 90 % bootstrap interval.
-Each run has a cache salt of its own. `--wrong` puts a drafter that is never right in the drafter's seat.
+At every level two engines answer the same list of requests, one with speculation off and one with the drafter. Their
+steps take turns: whichever has answered less of its list goes next, so that a slow moment of the machine hits both
+alike, and each engine's clock stands still while the other works. The list is as long as `--seconds` need without
+speculation. The ratio of throughputs (drafter / off) of each pair is taken, and of these the median with its 90 %
+bootstrap interval. Each pair has cache salts of its own. `--wrong` puts a drafter that is never right in the drafter's
+seat. `--plot FILE` measures nothing: it draws what the last runs of both kinds wrote.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import json
+import math
 import random
 import statistics
 import sys
@@ -20,11 +24,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from results import PROMPTS, table, write
+from results import FOLDER, PROMPTS, table, write
+from specserve_drafts.auto import AutoDrafter
 
 from specserve.build import Built, build
 from specserve.config import EngineConfig
-from specserve.events import Failed, Finished
+from specserve.events import Delta, Failed, Finished
 from specserve.prompts import read_prompts
 from specserve.proposal import DraftRow, DraftTree, StepResult
 from specserve.request import Request, SamplingParams, SpeculationParams
@@ -76,44 +81,80 @@ def cut_prompt(ids: Sequence[int]) -> tuple[int, ...]:
     return (*ids[: MAX_PROMPT_TOKENS - tail], *ids[-tail:])
 
 
-def run(built: Built, prompts: Sequence[Sequence[int]], streams: int, drafter: str, num_tokens: int) -> Outcome:
-    """Answer every prompt, `streams` at a time."""
-    engine, salt = built.engine, f"load {next(_numbers)}"
-    waiting = list(reversed(prompts))
-    before = engine.metrics.speculation
-    drafted, accepted, steps = before.num_draft_tokens, before.num_accepted_tokens, before.num_steps
-    flying = tokens = 0
-    ttft = []
-    start = time.perf_counter()
-    while waiting or flying:
-        while waiting and flying < streams:
-            engine.submit(
-                Request(
-                    request_id=f"load-{next(_numbers)}",
-                    prompt_token_ids=tuple(waiting.pop()),
-                    params=SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True),
-                    speculation=SpeculationParams(drafter=drafter),
-                    cache_salt=salt,
-                )
-            )
-            flying += 1
-        for event in engine.step():
+class Loop:
+    """One engine's closed loop over a list of prompts, on a clock that stands still between its steps."""
+
+    def __init__(
+        self, built: Built, prompts: Sequence[Sequence[int]], streams: int, drafter: str, num_tokens: int
+    ) -> None:
+        self.seconds = 0.0
+        self.tokens = 0
+        self._engine, self._drafter, self._num_tokens = built.engine, drafter, num_tokens
+        self._salt = f"load {next(_numbers)}"
+        self._waiting = list(reversed(prompts))
+        self._total = len(prompts) * num_tokens
+        self._free = streams
+        self._ttft: list[float] = []
+        self._began: float | None = None
+        self._engine.clock = self._clock
+        for one in self._engine.drafting.drafters.values():
+            if isinstance(one, AutoDrafter):
+                one._clock = self._clock
+        before = self._engine.metrics.speculation
+        self._before = (before.num_draft_tokens, before.num_accepted_tokens, before.num_steps)
+
+    def _clock(self) -> float:
+        return self.seconds + (0.0 if self._began is None else time.perf_counter() - self._began)
+
+    @property
+    def share(self) -> float:
+        """How much of the list is answered."""
+        return self.tokens / self._total
+
+    def step(self) -> None:
+        self._began = time.perf_counter()
+        for _ in range(min(self._free, len(self._waiting))):
+            self._free -= 1
+            self._engine.submit(self._request(self._waiting.pop()))
+        for event in self._engine.step():
             if isinstance(event, Failed):
                 raise event.error
+            if isinstance(event, Delta):
+                self.tokens += len(event.tokens)
             if isinstance(event, Finished):
-                flying -= 1
-                tokens += event.usage.completion_tokens
-                ttft.append(event.timing.ttft_ms or 0.0)
-    seconds = time.perf_counter() - start
-    after = engine.metrics.speculation
-    return Outcome(
-        seconds,
-        tokens,
-        after.num_draft_tokens - drafted,
-        after.num_accepted_tokens - accepted,
-        after.num_steps - steps,
-        statistics.mean(ttft),
-    )
+                self._free += 1
+                self._ttft.append(event.timing.ttft_ms or 0.0)
+        self.seconds += time.perf_counter() - self._began
+        self._began = None
+
+    def _request(self, prompt: Sequence[int]) -> Request:
+        return Request(
+            request_id=f"load-{next(_numbers)}",
+            prompt_token_ids=tuple(prompt),
+            params=SamplingParams(temperature=0.0, max_tokens=self._num_tokens, ignore_eos=True),
+            speculation=SpeculationParams(drafter=self._drafter),
+            cache_salt=self._salt,
+            arrival_time=self._clock(),
+        )
+
+    def outcome(self) -> Outcome:
+        after = self._engine.metrics.speculation
+        drafted, accepted, steps = self._before
+        return Outcome(
+            self.seconds,
+            self.tokens,
+            after.num_draft_tokens - drafted,
+            after.num_accepted_tokens - accepted,
+            after.num_steps - steps,
+            statistics.mean(self._ttft),
+        )
+
+
+def run(loops: Sequence[Loop]) -> list[Outcome]:
+    """All of them to their ends, a step at a time."""
+    while min(loop.share for loop in loops) < 1:
+        min(loops, key=lambda loop: loop.share).step()
+    return [loop.outcome() for loop in loops]
 
 
 def interval(ratios: Sequence[float], rng: random.Random, share: float = 0.9) -> tuple[float, float]:
@@ -123,16 +164,17 @@ def interval(ratios: Sequence[float], rng: random.Random, share: float = 0.9) ->
     return found[int(edge * len(found))], found[min(int((1 - edge) * len(found)), len(found) - 1)]
 
 
-def measure_level(built: Built, prompts: Sequence[Sequence[int]], streams: int, options: argparse.Namespace) -> Any:
+def measure_level(engines: dict[str, Built], prompts: Sequence[Sequence[int]], streams: int, options: Any) -> Any:
     """All pairs of one level, and what they say."""
     tokens = options.tokens
-    probe = run(built, [prompts[i % len(prompts)] for i in range(2 * streams)], streams, "off", tokens)
+    first = [prompts[i % len(prompts)] for i in range(2 * streams)]
+    (probe,) = run([Loop(engines["off"], first, streams, "off", tokens)])
     count = max(2 * streams, round(2 * streams * options.seconds / probe.seconds))
     work = [prompts[i % len(prompts)] for i in range(count)]
     pairs: list[dict[str, Outcome]] = []
     for pair in range(options.pairs):
-        order = ["off", options.drafter]
-        found = {name: run(built, work, streams, name, tokens) for name in (order if pair % 2 else order[::-1])}
+        loops = [Loop(built, work, streams, name, tokens) for name, built in engines.items()]
+        found = dict(zip(engines, run(loops), strict=True))
         pairs.append(found)
         plain, drafting = found["off"].throughput, found[options.drafter].throughput
         print(
@@ -161,20 +203,77 @@ def measure_level(built: Built, prompts: Sequence[Sequence[int]], streams: int, 
 
 
 def measure(options: argparse.Namespace) -> None:
-    streams = max(options.levels)
-    built = build(EngineConfig.from_options(model=options.model, max_num_seqs=streams, drafter=options.drafter))
+    config = EngineConfig.from_options(
+        model=options.model, max_num_seqs=max(options.levels), drafter=options.drafter, kv_cache_gib=2.5
+    )
+    engines = {"off": build(config), options.drafter: build(config)}
+    built = engines[options.drafter]
     if options.wrong:
         built.engine.drafting.drafters[options.drafter] = WrongDrafter(options.wrong_id)
     tokenizer = built.tokenizer
     texts = [prompt for _, prompt in read_prompts(options.dataset)]
     random.Random(options.seed).shuffle(texts)
     prompts = [cut_prompt(tokenizer.encode_chat([{"role": "user", "content": text}])) for text in texts]
-    rows = [measure_level(built, prompts, level, options) for level in options.levels]
+    rows = [measure_level(engines, prompts, level, options) for level in options.levels]
     columns = [name for name in rows[0] if name != "pairs"]
     title = f"Closed loop, {'a drafter that is never right' if options.wrong else options.drafter} against off"
     tables = {title: table(columns, [[row[name] for name in columns] for row in rows])}
     record = {"dataset": options.dataset.name, "drafter": options.drafter, "wrong": options.wrong, "levels": rows}
     write("load_wrong" if options.wrong else "load", record, tables, built.environment, seed=options.seed)
+
+
+# ---- the plot
+
+WIDTH, HEIGHT, LEFT, TOP, BOTTOM = 640, 300, 50, 20, 40
+SERIES = {"load": ("auto, real prompts", "#1f6feb"), "load_wrong": ("a drafter that is never right", "#cf222e")}
+
+
+def plot(path: Path) -> None:
+    """Median ratio and its interval by number of streams, as SVG."""
+    runs = {name: json.loads((FOLDER / f"{name}.json").read_text())["levels"] for name in SERIES if _exists(name)}
+    levels = [row for rows in runs.values() for row in rows]
+    low, high = min(0.9, *(row["low"] for row in levels)), max(1.1, *(row["high"] for row in levels))
+    steps = math.log2(max(row["streams"] for row in levels)) or 1.0
+
+    def x(streams: float) -> float:
+        return LEFT + 20 + math.log2(streams) / steps * (WIDTH - LEFT - 40)
+
+    def y(ratio: float) -> float:
+        return TOP + (high - ratio) / (high - low) * (HEIGHT - TOP - BOTTOM)
+
+    shapes = [
+        _line(LEFT, y(1.0), WIDTH, y(1.0), "#888"),
+        _text(2, y(1.0) + 4, "1.0"),
+        _text(2, y(high) + 10, f"{high:.1f}"),
+    ]
+    shapes += [
+        _text(x(streams) - 6, HEIGHT - 20, str(streams)) for streams in sorted({row["streams"] for row in levels})
+    ]
+    shapes.append(
+        _text(LEFT, HEIGHT - 4, "streams; tokens a second with drafts over without, median and 90 % interval")
+    )
+    for number, (name, rows) in enumerate(runs.items()):
+        label, color = SERIES[name]
+        shapes.append(_text(WIDTH - 220, TOP + 16 * number + 4, label, color))
+        shapes += [_line(x(row["streams"]), y(row["low"]), x(row["streams"]), y(row["high"]), color) for row in rows]
+        shapes += [
+            _line(x(a["streams"]), y(a["ratio"]), x(b["streams"]), y(b["ratio"]), color)
+            for a, b in itertools.pairwise(rows)
+        ]
+    body = "".join(shapes)
+    path.write_text(f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}">{body}</svg>\n')
+
+
+def _exists(name: str) -> bool:
+    return (FOLDER / f"{name}.json").is_file()
+
+
+def _line(x0: float, y0: float, x1: float, y1: float, color: str) -> str:
+    return f'<path d="M{x0:.1f} {y0:.1f}L{x1:.1f} {y1:.1f}" stroke="{color}" stroke-width="2"/>'
+
+
+def _text(x: float, y: float, words: str, color: str = "#555") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" font-size="12" font-family="sans-serif" fill="{color}">{words}</text>'
 
 
 def main() -> None:
@@ -189,8 +288,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--wrong", action="store_true", help="a drafter that is never right")
     parser.add_argument("--wrong-id", type=int, default=4, help="the id that it drafts")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the last results as SVG, and measure nothing")
+    options = parser.parse_args()
+    if options.plot is not None:
+        return plot(options.plot)
     with torch.inference_mode():
-        measure(parser.parse_args())
+        measure(options)
 
 
 if __name__ == "__main__":

@@ -78,7 +78,7 @@ def head_lines(drafters: Mapping[str, Drafter], encode: Callable[[str], Sequence
     if not isinstance(head, EagleDrafter):
         return []
     found = head.check(encode(CHECK_TEXT))
-    return [str(found), *([found.warning] if found.warning else [])]
+    return [f"EAGLE head: {told}" for told in (str(found), found.warning) if told]
 
 
 def draft_bytes_per_token(config: SpeculationConfig, target: DecoderConfig, itemsize: int, fingerprint: str) -> int:
