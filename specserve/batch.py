@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
@@ -65,7 +66,7 @@ class _Rows:
         self.slots: list[int] = []
         self.sequence: list[int] = []
         self.prefix_len: list[int] = []
-        self.tails: list[list[int]] = []
+        self.tails: list[SequenceOf[int]] = []
         self.logit_rows: list[int] = []
 
     def add_span(self, index: int, plan: PlannedRows, tree: DraftTree) -> Span:
@@ -76,7 +77,7 @@ class _Rows:
         self.ids += sequence.token_ids[start : start + n]
         self.positions += range(start, start + n)
         self.prefix_len += range(start + 1, start + n + 1)
-        self.tails += [[] for _ in range(n)]
+        self.tails += [()] * n
         self._add_nodes(tree, root=start + n - 1)
         self.sequence += [index] * (n + len(tree))
         self.slots += table.slots(start, n + len(tree))
@@ -86,33 +87,31 @@ class _Rows:
         elif plan.draws:
             self.logit_rows += range(first + n - 1, len(self.ids))
         return Span(
-            sequence=sequence,
-            num_pending=n,
-            draws=plan.draws,
-            tree=tree,
-            first=first,
-            first_logit=first_logit,
-            prompt_logit=prompt_logit,
-        )
+            sequence=sequence, num_pending=n, draws=plan.draws, tree=tree,
+            first=first, first_logit=first_logit, prompt_logit=prompt_logit,
+        )  # fmt: skip
 
     def _add_nodes(self, tree: DraftTree, root: int) -> None:
         """Node i is written to the sequence's slot root + 1 + i; its tail is its path, itself last."""
-        paths: list[list[int]] = []
-        for i, (token_id, parent) in enumerate(zip(tree.token_ids, tree.parents, strict=True)):
-            path = [*(paths[parent] if parent >= 0 else ()), root + 1 + i]
-            paths.append(path)
-            self.ids.append(token_id)
-            self.positions.append(root + len(path))
-            self.prefix_len.append(root + 1)
+        first = root + 1
+        if tree.is_chain:
+            paths: list[SequenceOf[int]] = [range(first, first + depth) for depth in range(1, len(tree) + 1)]
+        else:
+            paths = []
+            for i, parent in enumerate(tree.parents):
+                paths.append([*(paths[parent] if parent >= 0 else ()), first + i])
+        self.ids += tree.token_ids
+        self.positions += [root + len(path) for path in paths]
+        self.prefix_len += [first] * len(tree)
         self.tails += paths
 
 
 def _padded(lists: SequenceOf[SequenceOf[int]]) -> Tensor:
     """int32 [len(lists), longest], zero-padded."""
-    padded = np.zeros((len(lists), max(map(len, lists), default=0)), np.int32)
-    for row, values in zip(padded, lists, strict=True):
-        if values:
-            row[: len(values)] = values
+    counts = np.fromiter(map(len, lists), np.int64, len(lists))
+    padded = np.zeros((len(lists), int(counts.max(initial=0))), np.int32)
+    is_set = np.arange(padded.shape[1]) < counts[:, None]
+    padded[is_set] = np.fromiter(chain.from_iterable(lists), np.int32, counts.sum())
     return torch.from_numpy(padded)
 
 

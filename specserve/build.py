@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import specserve_kernels
 import torch
@@ -31,6 +32,13 @@ from specserve.models.weights import load_decoder
 from specserve.proposal import Drafter
 from specserve.runner import CpuRunner, Runner
 from specserve.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from specserve_kernels import Ops
+
+    from specserve.gpu_runner import GpuRunner
+
+    AnyRunner = CpuRunner | GpuRunner
 
 Progress = Callable[[str, int, int], None]
 
@@ -60,23 +68,17 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
     """
     if config.threads is not None:
         torch.set_num_threads(config.threads)
+    config = settle_device(config)
     folder = resolve_model(config.model, progress)
-    ops = specserve_kernels.load(config.kernels)
     tokenizer = Tokenizer(folder)
-    decoder = load_decoder(folder, ops, config.dtype, config.quantization)
+    ops, decoder = load_target(config, folder)
+    config, memory = share_memory(config, decoder)
     config = resolve(config, decoder.config, decoder.dtype.itemsize, decoder.fingerprint)
-    cache = config.cache
-    assert cache.num_pages is not None and config.max_model_len is not None
-    limits = ModelLimits(
-        vocab_size=decoder.config.vocab_size,
-        max_model_len=config.max_model_len,
-        pool_tokens=cache.num_pages * cache.page_size,
-        page_size=cache.page_size,
-        max_num_seqs=config.scheduler.max_num_seqs,
-        eos_token_ids=tokenizer.eos_token_ids,
-    )
-    runner = CpuRunner(decoder, ops, cache.num_pages, cache.page_size, folder)
+    limits = limits_of(config, decoder, tokenizer)
+    runner = make_runner(config, decoder, ops, folder)
     drafters = make_drafters(config.speculation, runner)
+    if not isinstance(runner, CpuRunner):
+        runner.warm_up()
     limits = replace(limits, drafters=("off", *drafters))
     controller = Controller(config.speculation, step_costs(config, limits, runner, tokenizer))
     engine = Engine(config, limits, runner, ops, tokenizer, drafters, controller)
@@ -89,8 +91,71 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
         model_name=config.served_model_name or config.model,
         folder=folder,
         environment=environment,
-        startup_lines=[environment, *lines],
+        startup_lines=[environment, *memory, *lines],
     )
+
+
+def limits_of(config: EngineConfig, decoder: Decoder, tokenizer: Tokenizer) -> ModelLimits:
+    """What a resolved configuration lets a request ask for."""
+    cache = config.cache
+    assert cache.num_pages is not None and config.max_model_len is not None
+    return ModelLimits(
+        vocab_size=decoder.config.vocab_size,
+        max_model_len=config.max_model_len,
+        pool_tokens=cache.num_pages * cache.page_size,
+        page_size=cache.page_size,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        eos_token_ids=tokenizer.eos_token_ids,
+    )
+
+
+def settle_device(config: EngineConfig) -> EngineConfig:
+    """With `auto` decided: a GPU if there is one."""
+    if config.device != "auto":
+        return config
+    return replace(config, device="cuda" if torch.cuda.is_available() else "cpu")
+
+
+def load_target(config: EngineConfig, folder: Path) -> tuple[Ops, Decoder]:
+    """The operations, and the model in their layout, where they run."""
+    if config.device == "cpu":
+        ops = specserve_kernels.load(config.kernels)
+        return ops, load_decoder(folder, ops, config.dtype, config.quantization)
+    from specserve import gpu_build
+
+    device, ops = gpu_build.device_of(config), gpu_build.gpu_ops(config)
+    return ops, load_decoder(folder, ops, config.dtype, config.quantization, device)
+
+
+def share_memory(config: EngineConfig, decoder: Decoder) -> tuple[EngineConfig, list[str]]:
+    """On a GPU whose pool has no size yet: with the pages that memory leaves, and the line that tells the shares."""
+    cache, model = config.cache, decoder.config
+    if config.device == "cpu" or cache.num_pages is not None or cache.kv_cache_gib is not None:
+        return config, []
+    from specserve import gpu_build
+
+    itemsize = decoder.dtype.itemsize
+    draft_bytes = draft_bytes_per_token(config.speculation, model, itemsize, decoder.fingerprint)
+    page_bytes = (kv_bytes_per_token(model, itemsize) + draft_bytes) * cache.page_size
+    max_model_len = config.max_model_len or model.max_position_embeddings
+    plan = gpu_build.memory_plan(config, decoder, max_model_len, page_bytes)
+    return replace(config, cache=replace(cache, num_pages=plan.num_pages)), [plan.line]
+
+
+def kv_bytes_per_token(model: DecoderConfig, itemsize: int) -> int:
+    """Of the target's own layers."""
+    return 2 * model.num_hidden_layers * model.num_key_value_heads * model.head_dim * itemsize
+
+
+def make_runner(config: EngineConfig, decoder: Decoder, ops: Ops, folder: Path) -> AnyRunner:
+    """The runner of a resolved configuration."""
+    cache = config.cache
+    assert cache.num_pages is not None and config.max_model_len is not None
+    if config.device == "cpu":
+        return CpuRunner(decoder, ops, cache.num_pages, cache.page_size, folder)
+    from specserve import gpu_build
+
+    return gpu_build.make_runner(config, decoder, cache.num_pages, config.max_model_len, folder)
 
 
 def grammar_compiler(folder: Path, limits: ModelLimits) -> GrammarCompiler:
@@ -99,7 +164,7 @@ def grammar_compiler(folder: Path, limits: ModelLimits) -> GrammarCompiler:
     return GrammarCompiler(tokens, limits.vocab_size, limits.eos_token_ids)
 
 
-def step_costs(config: EngineConfig, limits: ModelLimits, runner: CpuRunner, tokenizer: Tokenizer) -> StepCosts | None:
+def step_costs(config: EngineConfig, limits: ModelLimits, runner: AnyRunner, tokenizer: Tokenizer) -> StepCosts | None:
     """What steps cost, measured now, if the controller is to choose draft lengths by it."""
     if config.speculation.drafter == "off" or config.speculation.num_draft_tokens is not None:
         return None
@@ -124,15 +189,17 @@ def make_drafters(config: SpeculationConfig, forward: Forward | None) -> dict[st
         ConfigError, ModelError, WeightsError: the configured drafter cannot be had; the message says why.
     """
     drafters = {name: make_drafter(name, config, forward) for name in MODEL_FREE}
+    if forward is None or forward.decoder.device.type != "cpu":  # those with weights run in main memory
+        return drafters | {"auto": make_auto(drafters, forward)}
     configured = {
         "early_exit": config.early_exit_layers is not None,
         "draft_model": config.draft_model is not None,
         "eagle": config.eagle_head is not None,
     }
     for name, given in configured.items():
-        if forward is not None and (given or config.drafter == name):
+        if given or config.drafter == name:
             drafters[name] = make_drafter(name, config, forward)
-    if forward is not None and config.drafter == "auto" and "eagle" not in drafters:
+    if config.drafter == "auto" and "eagle" not in drafters:
         with suppress(ConfigError):  # there is no head for this model; auto does without
             drafters["eagle"] = make_drafter("eagle", config, forward)
     return drafters | {"auto": make_auto(drafters, forward)}
@@ -162,8 +229,7 @@ def _pages_in_memory(
     gib = cache.kv_cache_gib
     if gib is None:
         gib = min(DEFAULT_KV_CACHE_GIB, DEFAULT_KV_CACHE_SHARE * _free_memory() / GIB)
-    bytes_per_token = 2 * model.num_hidden_layers * model.num_key_value_heads * model.head_dim * kv_itemsize
-    page_bytes = (bytes_per_token + draft_bytes) * cache.page_size
+    page_bytes = (kv_bytes_per_token(model, kv_itemsize) + draft_bytes) * cache.page_size
     num_pages = int(gib * GIB // page_bytes)
     need = -(-max_model_len // cache.page_size)
     if num_pages < need:
@@ -185,7 +251,7 @@ def _free_memory() -> int:
 
 def describe_environment(config: EngineConfig, decoder: Decoder) -> str:
     """The environment inside which bits are promised."""
-    kernels = specserve_kernels.describe(config.kernels)
+    kernels = specserve_kernels.describe(config.kernels if config.device == "cpu" else "triton")
     dtype = str(decoder.dtype).removeprefix("torch.")
     weights = dtype if config.quantization is None else f"{config.quantization} (all else {dtype})"
     return (
@@ -193,10 +259,11 @@ def describe_environment(config: EngineConfig, decoder: Decoder) -> str:
         f" kernels {kernels},"
         f" threads {torch.get_num_threads()}, cpu {platform.machine()} {torch.backends.cpu.get_cpu_capability()},"
         f" torch {torch.__version__}"
+        + ("" if config.device == "cpu" else f", gpu {torch.cuda.get_device_name(decoder.device)}")
     )
 
 
-def cache_line(limits: ModelLimits, runner: CpuRunner) -> str:
+def cache_line(limits: ModelLimits, runner: AnyRunner) -> str:
     """`KV cache: N tokens in M pages of P (X MiB); maximum concurrency at L tokens per request: Y`."""
     mib = runner.kv.numel() * runner.kv.element_size() / 1024**2
     pages = limits.pool_tokens // limits.page_size
@@ -207,7 +274,7 @@ def cache_line(limits: ModelLimits, runner: CpuRunner) -> str:
     )
 
 
-def startup_lines(config: EngineConfig, limits: ModelLimits, runner: CpuRunner, controller: Controller) -> list[str]:
+def startup_lines(config: EngineConfig, limits: ModelLimits, runner: AnyRunner, controller: Controller) -> list[str]:
     """What was settled: the pool, speculation, and the costs by which draft lengths are chosen, if they are."""
     lines, costs = [cache_line(limits, runner), speculation_line(config, limits)], controller.costs
     if costs is not None:

@@ -20,6 +20,7 @@ SAMPLING_DRAFTERS = ("draft_model", "early_exit", "eagle")
 DTYPES = ("auto", "bfloat16", "float32")
 QUANTIZATIONS = ("int8",)
 KERNEL_BACKENDS = ("auto", "native", "torch", "reference")
+DEVICES = ("cpu", "cuda", "auto")
 GIB = 1024**3
 
 
@@ -47,22 +48,21 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
-    """The paged KV pool. `kv_cache_gib` unset = min(4, 25 % of free memory); `num_pages` overrides it."""
+    """The paged KV pool. `kv_cache_gib` unset = min(4, 25 % of what is free), on a GPU the rest; `num_pages` rules."""
 
     page_size: int = 16
     kv_cache_gib: float | None = None
+    gpu_memory_utilization: float = 0.9
     num_pages: int | None = None
     enable_prefix_caching: bool = True
 
     def __post_init__(self) -> None:
-        _require_types(self, integers=("page_size", "num_pages"), numbers=("kv_cache_gib",))
+        _require_types(self, integers=("page_size", "num_pages"), numbers=("kv_cache_gib", "gpu_memory_utilization"))
         _require(self.page_size >= 1, f"page_size is {self.page_size}; it must be at least 1 token")
-        gib = self.kv_cache_gib
+        gib, share, num_pages = self.kv_cache_gib, self.gpu_memory_utilization, self.num_pages
         _require(gib is None or gib > 0, f"kv_cache_gib is {gib}; it must be more than 0")
-        _require(
-            self.num_pages is None or self.num_pages >= 1,
-            f"num_pages is {self.num_pages}; it must be at least 1",
-        )
+        _require(0 < share <= 1, f"gpu_memory_utilization is {share}; it must be more than 0 and at most 1")
+        _require(num_pages is None or num_pages >= 1, f"num_pages is {num_pages}; it must be at least 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,14 +151,16 @@ class EngineConfig:
     """Everything an engine is built from. `served_model_name` unset = the model's own name.
 
     `quantization` is the format that matrices are brought to at load; `dtype` stays that of all else (norms, KV).
+    `device` auto = a GPU if there is one. `numerics` fast = a GPU's library products and shared blocks of attention.
     """
 
     model: str = "demo"
     served_model_name: str | None = None
     dtype: str = "auto"
     quantization: str | None = None
-    numerics: Literal["exact"] = "exact"
+    numerics: str = "exact"
     max_model_len: int | None = None
+    device: str = "cpu"
     kernels: str = "auto"
     threads: int | None = None
     debug: bool = False
@@ -168,16 +170,14 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _require(bool(self.model), "model is empty; give a name, a folder, a .gguf file or a hub id")
-        _require(self.dtype in DTYPES, f"dtype is {self.dtype!r}; allowed: {', '.join(DTYPES)}")
-        _require(
-            self.quantization is None or self.quantization in QUANTIZATIONS,
-            f"quantization is {self.quantization!r}; allowed: {', '.join(QUANTIZATIONS)}",
-        )
-        _require(self.numerics == "exact", f"numerics is {self.numerics!r}; this build offers only 'exact'")
-        _require(
-            self.kernels in KERNEL_BACKENDS,
-            f"kernels is {self.kernels!r}. {nearest(self.kernels, KERNEL_BACKENDS)}",
-        )
+        numerics = ("exact",) if self.device == "cpu" else ("exact", "fast")
+        lists = {"dtype": DTYPES, "quantization": QUANTIZATIONS, "device": DEVICES, "numerics": numerics}
+        for name, allowed in lists.items():
+            value = getattr(self, name)
+            unset = name == "quantization" and value is None
+            _require(unset or value in allowed, f"{name} is {value!r}; allowed: {', '.join(allowed)}")
+        known = KERNEL_BACKENDS
+        _require(self.kernels in known, f"kernels is {self.kernels!r}. {nearest(self.kernels, known)}")
         _require_types(self, integers=("max_model_len", "threads"))
         for name in ("max_model_len", "threads"):
             value = getattr(self, name)

@@ -19,9 +19,11 @@ from specserve import commit
 from specserve.batch import Span, StepBatch
 from specserve.block import Probs, SampledChain, StepKey, block_tokens
 from specserve.choice import Choice
+from specserve.metrics import EngineMetrics
 from specserve.processors import Floats
 from specserve.request import SamplingParams, Sequence
 from specserve.sample import STUCK, Draw, draw_tokens, largest_ids, processed, survivors
+from specserve.waits import waits_of
 
 if TYPE_CHECKING:
     from specserve_kernels import Ops
@@ -45,9 +47,10 @@ class Drawn:
 
 
 def draw_step(
-    step: StepBatch, result: ForwardResult, masks: Masks, choice_of: ChoiceOf, ops: Ops
+    step: StepBatch, result: ForwardResult, masks: Masks, choice_of: ChoiceOf, ops: Ops, metrics: EngineMetrics
 ) -> dict[Sequence, Drawn]:
     """Draw a token at every row that may need one; `masks` are what grammars allow, [1 + nodes, vocab]."""
+    metrics.count_waits({wait for span in step.spans for wait in waits_of(span, choice_of(span.sequence))})
     drawn = _draw_greedy(step, result, choice_of)
     for span in step.spans:
         if isinstance(span.tree, SampledChain) and span.tree.token_ids:
@@ -84,11 +87,11 @@ def _draw_greedy(step: StepBatch, result: ForwardResult, choice_of: ChoiceOf) ->
     spans = [span for span in step.spans if span.draws and choice_of(span.sequence).plain]
     if not spans:
         return {}
-    largest = largest_ids(result.logits)
+    largest = result.largest or largest_ids(result.logits)
     drawn = {}
     for span in spans:
         rows = result.finite[span.first + span.num_pending - 1 : span.first + span.num_rows]
-        ids = largest[span.first_logit : span.first_logit + len(rows)]
+        ids = list(largest[span.first_logit : span.first_logit + len(rows)])
         ids = ids if all(rows) else [token_id if ok else -1 for token_id, ok in zip(ids, rows, strict=True)]
         drawn[span.sequence] = Drawn([], ids * (span.sequence.num_siblings + 1))
     return drawn
@@ -126,7 +129,7 @@ def _block_probs(
 
     Such a row is given the drafter's law: whatever follows it is not kept, and the ids before it keep theirs.
     """
-    raw = result.logits.numpy()
+    raw = result.logits.cpu().numpy()
     probs = np.zeros((len(draws), raw.shape[1]))
     probs[:-1] = chain.rows(raw.shape[1])
     probs[-1] = probs[-2]

@@ -229,7 +229,7 @@ class Engine:
         step = batch.build(plan.rows, trees)
         began = self.clock()
         result = self._runner.forward(step)
-        drawn = draw_step(step, result, masks, self._choice_of, self._ops)
+        drawn = draw_step(step, result, masks, self._choice_of, self._ops, self.metrics)
         self.metrics.verify_seconds += self.clock() - began
         if (learner := self.drafting.wants_top_ids()) is not None:
             began = self.clock()

@@ -15,11 +15,14 @@ from torch import Tensor
 class KeptRows:
     """Tensors [slots, width]; untouched memory costs nothing until a slot is written."""
 
-    def __init__(self, num_pages: int, page_size: int, hidden_size: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, num_pages: int, page_size: int, hidden_size: int, dtype: torch.dtype, device: torch.device | None = None
+    ) -> None:
         self.feature_layers: tuple[int, ...] = ()
         self._pages = (num_pages, page_size)
         self._hidden_size = hidden_size
         self._dtype = dtype
+        self._device = device
         self._hidden: Tensor | None = None
         self._features: Tensor | None = None
 
@@ -31,13 +34,14 @@ class KeptRows:
         """
         num_slots = self._pages[0] * self._pages[1]
         if hidden and self._hidden is None:
-            self._hidden = torch.empty(num_slots, self._hidden_size, dtype=self._dtype)
+            self._hidden = torch.empty(num_slots, self._hidden_size, dtype=self._dtype, device=self._device)
         if feature_layers:
             wanted = tuple(feature_layers)
             if self.feature_layers not in ((), wanted):
                 raise ValueError(f"features of layers {self.feature_layers} are kept already, not of {wanted}")
             self.feature_layers = wanted
-            self._features = torch.empty(num_slots, len(wanted) * self._hidden_size, dtype=self._dtype)
+            width = len(wanted) * self._hidden_size
+            self._features = torch.empty(num_slots, width, dtype=self._dtype, device=self._device)
 
     def write(self, slots: Tensor, hidden: Tensor, features: Tensor) -> None:
         """Rows of one step: `hidden` [rows, hidden_size], `features` [layers, rows, hidden_size]."""

@@ -36,7 +36,7 @@ def token_logprobs(logits: Tensor, draw: Draw, token_id: int) -> TokenLogprobs:
     Raw: log softmax of the raw logits. Processed: log softmax over the survivors of processing, ÷ T and truncation,
     -inf for the rest; at T < 1e-5 of the processed logits as they are.
     """
-    raw: Floats = logits[draw.row].numpy()
+    raw: Floats = logits[draw.row].cpu().numpy()
     params, values = draw.params, raw
     if params.logprobs_mode == "processed":
         values = processed(raw, draw)
@@ -50,4 +50,4 @@ def token_logprobs(logits: Tensor, draw: Draw, token_id: int) -> TokenLogprobs:
 
 def prompt_token_logprobs(logits: Tensor, row: int, token_id: int, num_top: int) -> TokenLogprobs:
     """Log-probabilities, of raw logits, of the prompt token that follows the row's token."""
-    return _report(_log_softmax(logits[row].numpy()), token_id, num_top, ())
+    return _report(_log_softmax(logits[row].cpu().numpy()), token_id, num_top, ())

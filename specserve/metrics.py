@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from specserve.events import SpeculationStats
@@ -12,7 +13,7 @@ class EngineMetrics:
     """Totals since start, cut at the same token as the answers.
 
     `step_seconds` is what all steps took; `draft_seconds` of it went to drafters, `verify_seconds` to the target's
-    forward and its draws.
+    forward and its draws. `waits`: steps in which each feature of specserve/waits.py was in use.
     """
 
     num_forwards: int = 0
@@ -29,10 +30,16 @@ class EngineMetrics:
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     finished: dict[str, int] = field(default_factory=dict)
+    waits: dict[str, int] = field(default_factory=dict)
     speculation: SpeculationStats = field(default_factory=lambda: SpeculationStats(drafter="all"))
 
     def count_finish(self, reason: str) -> None:
         self.finished[reason] = self.finished.get(reason, 0) + 1
+
+    def count_waits(self, names: Iterable[str]) -> None:
+        """Of one step, each name once."""
+        for name in names:
+            self.waits[name] = self.waits.get(name, 0) + 1
 
 
 def count_step(stats: SpeculationStats, depths: list[int], num_accepted: int, num_committed: int) -> None:

@@ -32,11 +32,12 @@ class DraftTree:
     def __len__(self) -> int:
         return len(self.token_ids)
 
+    @property
+    def is_chain(self) -> bool:
+        return self.parents == tuple(range(-1, len(self.parents) - 1))
+
     def depths(self) -> list[int]:
         """Depth of each node, 1 below the root."""
-        n = len(self.parents)
-        if self.parents == tuple(range(-1, n - 1)):
-            return list(range(1, n + 1))
         depths: list[int] = []
         for parent in self.parents:
             depths.append(1 if parent < 0 else depths[parent] + 1)

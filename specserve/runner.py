@@ -21,12 +21,13 @@ from specserve.pages import Move
 class ForwardResult:
     """fp32 logits [draws, vocab] of the rows that draw; `finite` [rows]: the row's last hidden state is finite.
 
-    `top_ids` [draws][8]: ids of the largest logits, best first; () where no drafter wants them.
+    `top_ids` [draws][8]: ids of the largest logits, best first; `largest` [draws]: the best alone; () if not known.
     """
 
     logits: Tensor
     finite: list[bool]
     top_ids: Sequence[Sequence[int]] = ()
+    largest: Sequence[int] = ()
 
 
 class Runner(Protocol):
@@ -39,11 +40,8 @@ class Runner(Protocol):
     def zero(self, pages: Iterable[int]) -> None: ...
 
 
-class CpuRunner:
-    """A decoder and its KV tensor [layers, 2, pages, kv_heads, page_size, head_dim] in main memory.
-
-    What drafters want of it is in specserve/forward.py.
-    """
+class PagedTensors:
+    """A decoder and what its pages stand for, on its device. What drafters want of it is in specserve/forward.py."""
 
     def __init__(self, decoder: Decoder, ops: Ops, num_pages: int, page_size: int, folder: Path | None = None) -> None:
         self.decoder = decoder
@@ -51,21 +49,11 @@ class CpuRunner:
         self.ops = ops
         self.num_pages = num_pages
         self.page_size = page_size
-        # untouched memory costs nothing until a page is written
-        self.kv = torch.empty(decoder.config.kv_shape(num_pages, page_size), dtype=decoder.dtype)
-        self.kept = KeptRows(num_pages, page_size, decoder.config.hidden_size, decoder.dtype)
+        self.device = decoder.device
+        # [layers, 2, pages, kv_heads, page_size, head_dim]; in main memory, a page costs nothing until it is written
+        self.kv = torch.empty(decoder.config.kv_shape(num_pages, page_size), dtype=decoder.dtype, device=self.device)
+        self.kept = KeptRows(num_pages, page_size, decoder.config.hidden_size, decoder.dtype, self.device)
         self._groups: list[Tensor] = []
-
-    @torch.inference_mode()
-    def forward(self, batch: StepBatch) -> ForwardResult:
-        """Run all rows; K and V of every row are in the pool afterwards."""
-        hidden, features = self.decoder.run(
-            batch.ids, batch.positions, batch.slots, batch.attention, self.kv, feature_layers=self.kept.feature_layers
-        )
-        self.kept.write(batch.slots, hidden, features)
-        finite = torch.isfinite(hidden).all(dim=1)
-        logits = self.decoder.logits(hidden[batch.logit_rows])
-        return ForwardResult(logits, finite.tolist())
 
     @torch.inference_mode()
     def apply(self, moves: Sequence[Move], *, copies: bool = False) -> None:
@@ -75,8 +63,7 @@ class CpuRunner:
         """
         if not moves:
             return
-        source = torch.tensor([move.source for move in moves])
-        target = torch.tensor([move.target for move in moves])
+        source, target = torch.tensor([(move.source, move.target) for move in moves], device=self.device).T.contiguous()
         for kv in [self.kv, *self._groups] if copies else [self.kv]:
             self.ops.move_kv(kv, source, target)
         self.kept.move(source, target)
@@ -94,3 +81,17 @@ class CpuRunner:
     def add_group(self, kv: Tensor) -> None:
         """Layers of a drafter, by the same page ids."""
         self._groups.append(kv)
+
+
+class CpuRunner(PagedTensors):
+    """Main memory, and one call a forward."""
+
+    @torch.inference_mode()
+    def forward(self, batch: StepBatch) -> ForwardResult:
+        """Run all rows; K and V of every row are in the pool afterwards."""
+        hidden, features = self.decoder.run(
+            batch.ids, batch.positions, batch.slots, batch.attention, self.kv, feature_layers=self.kept.feature_layers
+        )
+        self.kept.write(batch.slots, hidden, features)
+        logits = self.decoder.logits(hidden[batch.logit_rows])
+        return ForwardResult(logits, torch.isfinite(hidden).all(dim=1).tolist())

@@ -130,8 +130,7 @@ def _draw_one(logits: Floats, draw: Draw, ops: Ops) -> int:
 def _draw_fused(logits: Tensor, draws: Sequence[Draw], sample: FusedSampler) -> list[int]:
     """All rows in one call of the backend, which follows the same definition as `_draw_one`."""
     params = [draw.params for draw in draws]
-    ids = sample(
-        logits,
+    arguments = (
         torch.tensor([p.temperature for p in params], dtype=torch.float32),
         torch.tensor([min(p.top_k, logits.shape[1]) for p in params], dtype=torch.int32),
         torch.tensor([p.top_p for p in params], dtype=torch.float64),
@@ -140,7 +139,7 @@ def _draw_fused(logits: Tensor, draws: Sequence[Draw], sample: FusedSampler) -> 
         torch.tensor([draw.draw_index for draw in draws]),
         torch.tensor([draw.choice for draw in draws]),
     )
-    return list(ids.tolist())
+    return list(sample(logits, *(argument.to(logits.device) for argument in arguments)).tolist())
 
 
 def draw_tokens(logits: Tensor, draws: Sequence[Draw], ops: Ops) -> list[int]:
@@ -149,21 +148,23 @@ def draw_tokens(logits: Tensor, draws: Sequence[Draw], ops: Ops) -> list[int]:
     Args:
         logits: fp32 [rows, vocab], raw; several draws may share a row (choices of one prompt).
     """
-    raw = logits.numpy()
-    rows = [processed(raw[draw.row], draw) for draw in draws]
-    stuck = [draw.changes_logits and row.max() == -np.inf for row, draw in zip(rows, draws, strict=True)]
-    if draws and ops.sample is not None and not all(draw.params.greedy for draw in draws):
-        changed = any(draw.changes_logits for draw in draws)
-        in_place = not changed and [draw.row for draw in draws] == list(range(len(raw)))
-        ids = _draw_fused(logits if in_place else torch.from_numpy(np.stack(rows)), draws, ops.sample)
+    fused = None if all(draw.params.greedy for draw in draws) else ops.sample
+    if fused is not None and not any(draw.changes_logits for draw in draws):  # nothing needs a row on the host
+        rows = [draw.row for draw in draws]
+        return _draw_fused(logits if rows == list(range(len(logits))) else logits[rows], draws, fused)
+    raw = logits.cpu().numpy()
+    values = [processed(raw[draw.row], draw) for draw in draws]
+    stuck = [draw.changes_logits and row.max() == -np.inf for row, draw in zip(values, draws, strict=True)]
+    if fused is not None:
+        ids = _draw_fused(torch.from_numpy(np.stack(values)).to(logits.device), draws, fused)
     else:
-        ids = [_draw_one(row, draw, ops) for row, draw in zip(rows, draws, strict=True)]
+        ids = [_draw_one(row, draw, ops) for row, draw in zip(values, draws, strict=True)]
     return [STUCK if hopeless else token_id for token_id, hopeless in zip(ids, stuck, strict=True)]
 
 
 def largest_ids(logits: Tensor) -> list[int]:
     """The greedy draw of every row of raw logits [rows, vocab]; ties go to the lowest id."""
-    return list(logits.numpy().argmax(axis=1).tolist())
+    return list(logits.cpu().numpy().argmax(axis=1).tolist())
 
 
 def top_ids(logits: Tensor, ops: Ops) -> list[list[int]]:

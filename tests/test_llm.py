@@ -88,6 +88,6 @@ def test_speculation_is_a_name_or_a_record(tiny_llama: Callable[..., Path]) -> N
 
 
 def test_the_kv_pool_takes_what_was_asked_for(tiny_llama: Callable[..., Path]) -> None:
-    llm = LLM(str(tiny_llama()), kv_cache_gib=0.01)
+    llm = LLM(str(tiny_llama()), "off", kv_cache_gib=0.01)
     kv = llm.built.engine._runner.kv  # type: ignore[attr-defined]
     assert 0.009 < kv.numel() * kv.element_size() / 2**30 <= 0.01

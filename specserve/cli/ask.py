@@ -38,6 +38,7 @@ def generate(
     prompt: Annotated[str, typer.Argument(help="What to answer.")],
     sampling: options.Sampling,
     sources: options.DraftSources,
+    placement: options.Placement,
     model: options.Model = "demo",
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is: no chat template.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
@@ -60,7 +61,7 @@ def generate(
     llm = _load(
         model, {"drafter": speculate, "num_draft_tokens": num_draft_tokens, **sources.given()},
         dtype=dtype, quantization=quantization, max_model_len=max_model_len, page_size=block_size,
-        kv_cache_gib=kv_cache_gib, threads=threads, kernels=kernels,
+        kv_cache_gib=kv_cache_gib, threads=threads, kernels=kernels, **placement.given(),
     )  # fmt: skip
     tokenizer = llm.built.tokenizer
     ids = tokenizer.encode(prompt) if raw else tokenizer.encode_chat([{"role": "user", "content": prompt}])
@@ -78,6 +79,7 @@ def generate(
 def chat(
     sampling: options.Sampling,
     sources: options.DraftSources,
+    placement: options.Placement,
     model: options.Model = "demo",
     temperature: Temperature = 0.7,
     speculate: options.Speculate = None,
@@ -95,7 +97,7 @@ def chat(
     llm = _load(
         model, {"drafter": speculate, "num_draft_tokens": num_draft_tokens, **sources.given()},
         dtype=dtype, quantization=quantization, max_model_len=max_model_len, page_size=block_size,
-        kv_cache_gib=kv_cache_gib, threads=threads, kernels=kernels,
+        kv_cache_gib=kv_cache_gib, threads=threads, kernels=kernels, **placement.given(),
     )  # fmt: skip
     history: list[dict[str, str]] = []
     while (said := _ask_user()) is not None:

@@ -62,6 +62,23 @@ def engine_config(**options: Any) -> EngineConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """What a model runs on."""
+
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, or auto: a GPU if there is one. [default: cpu]")] = None
+    numerics: Annotated[
+        str | None, typer.Option(help="exact, or on a GPU fast: near-ties may flip. [default: exact]")
+    ] = None
+    gpu_memory_utilization: Annotated[
+        float | None, typer.Option(help=f"Share of a GPU that may be used. [default: {_CACHE.gpu_memory_utilization}]")
+    ] = None
+
+    def given(self) -> dict[str, Any]:
+        """Those that the caller set, by their name in the configuration."""
+        return given(**asdict(self))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DraftSources:
     """What drafters with weights are made from."""
 

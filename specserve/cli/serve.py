@@ -23,6 +23,7 @@ READY = "ready: "
 @options.flat
 def serve(
     sources: options.DraftSources,
+    placement: options.Placement,
     model: options.Model = "demo",
     host: Annotated[str, typer.Option(help="Address to listen on; there is no authentication.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one and prints it.")] = 50051,
@@ -57,7 +58,7 @@ def serve(
         num_draft_tokens=num_draft_tokens,
         threads=threads,
         kernels=kernels,
-        **sources.given(),
+        **(sources.given() | placement.given()),
     )
     asyncio.run(_serve(config, host, port, grace))
 

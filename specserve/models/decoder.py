@@ -340,7 +340,7 @@ def fingerprint(config: DecoderConfig, tensors: Mapping[str, Tensor]) -> str:
     digest = hashlib.sha256(json.dumps(sizes, sort_keys=True, separators=(",", ":")).encode())
     for name in config.tensor_shapes():
         rows = tensors[name] if tensors[name].dim() == 1 else tensors[name][::FINGERPRINT_STRIDE]
-        digest.update(rows.to(torch.bfloat16).contiguous().view(torch.int16).numpy().tobytes())
+        digest.update(rows.to(torch.bfloat16).contiguous().view(torch.int16).cpu().numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -353,14 +353,15 @@ class Decoder:
         """Build from tensors named as in `config.tensor_shapes()`, all of one dtype; `tensors` is emptied.
 
         `quantization`: the format of all matrices (specserve_kernels.QUANTIZATIONS); None = as they come. `dtype`
-        stays that of norms, residual stream and KV.
+        stays that of norms, residual stream and KV, and all stay on the tensors' device.
         """
         self.config = config
         self.ops = ops
         self.dtype = tensors["model.embed_tokens.weight"].dtype
+        self.device = tensors["model.embed_tokens.weight"].device
         self.fingerprint = fingerprint(config, tensors)
         self.weights = DecoderWeights.build(config, tensors, ops, quantization)
-        self.rope_table = rope_table(config)
+        self.rope_table = rope_table(config).to(self.device)
         self.scale = config.head_dim**-0.5
         self._fused = self._fuse()
 

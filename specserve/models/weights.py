@@ -36,19 +36,25 @@ class StoredTensor:
     dtype: str
 
 
-def load_decoder(folder: Path, ops: Ops, dtype: str = "auto", quantization: str | None = None) -> Decoder:
+def load_decoder(
+    folder: Path, ops: Ops, dtype: str = "auto", quantization: str | None = None, device: torch.device | None = None
+) -> Decoder:
     """Read config and weights of a folder and lay them out for one backend.
 
     Args:
         dtype: "bfloat16", "float32", or "auto": fp32 if every stored tensor is fp32, else bf16.
         quantization: "int8": matrices, embedding and head become int8 as they are loaded; None: no change.
+        device: where the weights go; None: main memory.
 
     Raises:
         ModelError: the configuration is not one the decoder computes.
         WeightsError: the tensors are not those of the configuration; names tensor, found and expected.
     """
     config = DecoderConfig.from_folder(folder)
-    return Decoder(config, load_weights(folder, config, dtype), ops, quantization)
+    tensors = load_weights(folder, config, dtype)
+    if device is not None:
+        tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
+    return Decoder(config, tensors, ops, quantization)
 
 
 def load_weights(folder: Path, config: DecoderConfig, dtype: str = "auto") -> dict[str, Tensor]:

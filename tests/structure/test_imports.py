@@ -37,7 +37,12 @@ TABLE: dict[str, frozenset[str]] = {
     "forward": frozenset({"kept", "models", "specserve_kernels", TORCH}),
     "specserve_drafts": PURE_ROWS
     | {"batch", "block", "forward", "sample", "models", "grammar", "specserve_kernels", TORCH},
-    "drawing": PURE_ROWS | {"choice", "batch", "block", "processors", "sample", "commit"},
+    "buckets": frozenset(),
+    "gpu_memory": PURE_ROWS | {"buckets"},
+    "graphs": frozenset({TORCH}),
+    "gpu_runner": PURE_ROWS | {"batch", "buckets", "graphs", "models", "runner", "specserve_kernels", TORCH},
+    "waits": PURE_ROWS | {"batch", "block", "choice", "processors"},
+    "drawing": PURE_ROWS | {"choice", "batch", "block", "processors", "sample", "commit", "metrics", "waits"},
     "engine": PURE_ROWS
     | {"batch", "processors", "sample", "logprobs", "drawing", "verify", "answertext", "choice", "commit", "drafting"}
     | {"grammar", "metrics", "trace"},
@@ -48,6 +53,7 @@ TABLE: dict[str, frozenset[str]] = {
     "prompts": PURE_ROWS,
     "loadgen": PURE_ROWS | {"v1", "metrics"},
 }
+TABLE["gpu_build"] = TABLE["gpu_runner"] | {"gpu_memory", "gpu_runner"}
 TABLE["build"] = PURE_ROWS | {*TABLE, TORCH} - {"v1", "loadgen", "provenance", "tables"}
 _OFFLINE = PURE_ROWS | {"build", "engine", "metrics"}
 TABLE |= dict.fromkeys(("llm", "acceptance", "lessons", "proof"), _OFFLINE)

@@ -16,12 +16,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specserve_kernels.cpu import torch_ops
 from specserve_kernels.int8 import quantize_weight
 from specserve_kernels.ops import AttentionRows, DecoderModel, FusedDecoder, FusedSampler, LinearWeight
 from specserve_kernels.triton import gemm, kv, norms, sampling, tree_attention
-from specserve_kernels.triton.tree_attention import MAX_NODES, TiledRows, rows_in_tile, tiled
+from specserve_kernels.triton.launch import INTERPRETED
+from specserve_kernels.triton.tree_attention import (
+    MAX_NODES,
+    TiledRows,
+    rows_in_tile,
+    rows_of_one_launch,
+    tile_bounds,
+    tiled,
+)
 
-__all__ = ["MAX_NODES", "TiledRows", "TritonOps", "rows_in_tile", "tiled"]
+__all__ = ["MAX_NODES", "TiledRows", "TritonOps", "rows_in_tile", "rows_of_one_launch", "tile_bounds", "tiled"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +106,9 @@ class TritonOps:
         return sampling.top_ids(logits, count)
 
     def noise(self, seed: Tensor, draw_index: Tensor, choice: Tensor, purpose: int, vocab_size: int) -> Tensor:
-        """Gumbel noise fp32 [n, vocab_size]."""
+        """Gumbel noise fp32 [n, vocab_size], where the keys are: what guesses on the host needs it there."""
+        if seed.device.type == "cpu" and not INTERPRETED:
+            return torch_ops.noise(seed, draw_index, choice, purpose, vocab_size)
         return sampling.noise(seed, draw_index, choice, purpose, vocab_size)
 
     @property

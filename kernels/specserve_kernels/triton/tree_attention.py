@@ -59,7 +59,8 @@ class TiledRows(AttentionRows):
     """Rows with a plan of which of them share a tile; `AttentionRows` alone means that every row has its own.
 
     A tile is some consecutive rows of one sequence, at most `rows_in_tile` of them. `tiles` int32 [tiles, 2] holds
-    first row and count on the device (count 0: a tile of padding); `first_rows` are the same first rows on the host.
+    first row and count on the device (count 0: a tile of padding); `first_rows` are the same first rows on the host,
+    which may be () if there are no more rows than `rows_of_one_launch`.
     """
 
     tiles: Tensor
@@ -72,12 +73,25 @@ def rows_in_tile(group: int, dtype: torch.dtype) -> int:
     return max(1, (EXACT_TILE_FP32 if dtype is torch.float32 else min(EXACT_TILE, FAST_TILE_LARGE)) // group)
 
 
-def tiled(rows: AttentionRows, counts: Sequence[int], group: int, dtype: torch.dtype) -> TiledRows:
-    """Plan tiles for rows that come in runs of one sequence each; `counts` are the lengths of the runs, in order."""
-    most, bounds, first = rows_in_tile(group, dtype), [], 0
+def tile_bounds(counts: Sequence[int], most: int) -> list[tuple[int, int]]:
+    """First row and count of every tile of at most `most` rows, for runs of so many rows of one sequence each."""
+    bounds: list[tuple[int, int]] = []
+    first = 0
     for count in counts:
         bounds += [(first + done, min(most, count - done)) for done in range(0, count, most)]
         first += count
+    return bounds
+
+
+def rows_of_one_launch(heads: int, dim: int, max_len: int, *, exact: bool) -> int:
+    """How many rows over at most `max_len` slots are certainly one launch, whatever their tiles."""
+    splits = -(-max_len // (EXACT_SPLIT if exact else FAST_SPLIT_MIN))
+    return ATTENTION_WORKSPACE_BYTES // (heads * splits * (dim + 2) * 4)
+
+
+def tiled(rows: AttentionRows, counts: Sequence[int], group: int, dtype: torch.dtype) -> TiledRows:
+    """Plan tiles for rows that come in runs of one sequence each; `counts` are the lengths of the runs, in order."""
+    bounds = tile_bounds(counts, rows_in_tile(group, dtype))
     tiles = torch.tensor(bounds, dtype=torch.int32).reshape(-1, 2).to(rows.sequence.device)
     fields = (rows.sequence, rows.prefix_len, rows.tail_slots, rows.tail_len, rows.page_table)
     largest = max((count for _, count in bounds), default=1)
@@ -355,10 +369,10 @@ def _splits(programs: int, max_len: int) -> tuple[int, int]:
 def _batches(call: _Call) -> Iterator[tuple[range, range]]:
     """Tiles and rows of each launch: all at once unless their partial results would not fit the workspace."""
     rows, heads, dim = call.q.shape
-    if call.splits == 1 and not call.exact:
+    bytes_per_row = heads * call.splits * (dim + 2) * 4
+    if rows * bytes_per_row <= ATTENTION_WORKSPACE_BYTES or (call.splits == 1 and not call.exact):
         yield range(call.num_tiles), range(rows)
         return
-    bytes_per_row = heads * call.splits * (dim + 2) * 4
     at_once = max(1, ATTENTION_WORKSPACE_BYTES // bytes_per_row // call.rows_in_tile)
     for tile in range(0, call.num_tiles, at_once):
         tiles = range(tile, min(tile + at_once, call.num_tiles))

@@ -1,0 +1,45 @@
+"""What makes the host stand between a forward and the next plan, declared, and counted step by step.
+
+Every step waits for one thing: its drawn ids and which of its rows are finite. These features wait for more, or make
+the device wait for the host. On a CPU that costs nothing extra; on a GPU it is time in which the device has no work, so
+an operator should be able to see which feature asks for it.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from specserve.batch import Span
+from specserve.block import SampledChain
+from specserve.choice import Choice
+from specserve.processors import needs_history
+
+
+class Wait(StrEnum):
+    """A feature that synchronises. Adding one means adding it here."""
+
+    HOST_DRAFTER = "host_drafter"  # nodes are guessed on the host, from the tokens that the last step committed
+    BLOCK = "block"  # block verification tests the rows of its chain on the host
+    GRAMMAR = "grammar"  # masks are made on the host and applied to logits there
+    PENALTIES = "penalties"  # penalties, bias, bad words and allowed ids count prefixes on the host
+    MIN_TOKENS = "min_tokens"  # ids that would end the answer are taken out of logits on the host
+    LOGPROBS = "logprobs"  # rows of logits are read
+    PROMPT_LOGPROBS = "prompt_logprobs"  # rows of logits of the whole prompt are read
+
+
+def waits_of(span: Span, choice: Choice) -> set[Wait]:
+    """Those of one sequence in one step."""
+    found = {Wait.HOST_DRAFTER} if len(span.tree) else set()
+    if span.prompt_logit is not None:
+        found.add(Wait.PROMPT_LOGPROBS)
+    if not span.draws or choice.plain:
+        return found
+    params = span.sequence.request.params
+    asked = {
+        Wait.BLOCK: isinstance(span.tree, SampledChain) and bool(span.tree.token_ids),
+        Wait.GRAMMAR: choice.grammar is not None,
+        Wait.PENALTIES: needs_history(span.sequence.request),
+        Wait.MIN_TOKENS: len(span.sequence.token_ids) - span.sequence.prompt_len < params.min_tokens,
+        Wait.LOGPROBS: params.logprobs is not None,
+    }
+    return found | {wait for wait, needed in asked.items() if needed}

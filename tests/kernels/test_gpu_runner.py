@@ -1,0 +1,188 @@
+"""The GPU runner on CPU tensors: Triton's interpreter for its kernels, a call for each graph, everything else as it is.
+
+Beside it runs a CPU runner over the same kernels: logits and the whole pool must have the same bits after every step,
+so padding is seen by nobody and written nowhere. What is not shown here is what a graph captures.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import cast
+
+import pytest
+import torch
+from triton_case import EXACT, FAST, bits  # first: it chooses the interpreter
+
+# isort: split
+from cells import prompt
+from drafters import CountingDrafter, OracleDrafter, RandomTreeDrafter
+from harness import EngineHarness
+from specserve_kernels import Ops
+from tiny import TinyLlama
+
+from specserve.batch import StepBatch
+from specserve.buckets import Bucket
+from specserve.gpu_runner import NOWHERE, GpuRunner, StaticInputs
+from specserve.graphs import DirectCalls
+from specserve.models.weights import load_decoder
+from specserve.pages import Move
+from specserve.request import Request, SamplingParams
+from specserve.runner import CpuRunner, ForwardResult
+
+PAGE, PAGES, LENGTH = 4, 16, 32
+OPTIONS = {"page_size": PAGE, "num_pages": PAGES, "max_model_len": LENGTH, "max_num_seqs": 4}
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_llama: TinyLlama) -> Path:
+    return tiny_llama(layers=1, tied=False)
+
+
+def gpu_runner(folder: Path, ops: object = EXACT, max_rows: int = 8) -> GpuRunner:
+    decoder = load_decoder(folder, cast(Ops, ops), device=torch.device("cpu"))
+    runner = GpuRunner(decoder, PAGES, PAGE, DirectCalls(), max_rows=max_rows, max_pages=LENGTH // PAGE)
+    runner.kv.fill_(float("nan"))
+    return runner
+
+
+class Both:
+    """A GPU runner and a CPU runner side by side; their pools start as NaN, and each step is compared."""
+
+    def __init__(self, folder: Path) -> None:
+        self.gpu = gpu_runner(folder, max_rows=16)
+        self.cpu = CpuRunner(self.gpu.decoder, self.gpu.ops, PAGES, PAGE)
+        for runner in (self.gpu, self.cpu):
+            runner.kept.keep(hidden=True, feature_layers=(0,))
+            runner.kv.fill_(float("nan"))
+            for kept in runner.kept._all():
+                kept.fill_(float("nan"))
+        self.buckets: list[Bucket | None] = []
+        self.num_padded = 0
+
+    def forward(self, batch: StepBatch) -> ForwardResult:
+        bucket = self.gpu.bucket_of(batch)
+        self.buckets.append(bucket)
+        self.num_padded += bucket is not None and bucket.rows > batch.num_rows
+        found, expected = self.gpu.forward(batch), self.cpu.forward(batch)
+        assert torch.equal(bits(found.logits), bits(expected.logits))
+        assert found.finite == expected.finite
+        assert list(found.largest) == expected.logits.argmax(1).tolist()
+        self.compare()
+        return found
+
+    def apply(self, moves: Sequence[Move], *, copies: bool = False) -> None:
+        for runner in (self.gpu, self.cpu):
+            runner.apply(moves, copies=copies)
+        self.compare()
+
+    def zero(self, pages: Iterable[int]) -> None:
+        raise AssertionError("nothing here is to be wiped")
+
+    def compare(self) -> None:
+        """Every slot, those that nobody wrote too."""
+        assert torch.equal(bits(self.gpu.kv), bits(self.cpu.kv))
+        for mine, other in zip(self.gpu.kept._all(), self.cpu.kept._all(), strict=True):
+            assert torch.equal(bits(mine), bits(other))
+
+
+def requests() -> list[Request]:
+    params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
+    return [Request(request_id=f"r{n}", prompt_token_ids=prompt(n, n), params=params) for n in (3, 6, 5)]
+
+
+@pytest.fixture(scope="module")
+def answers(folder: Path) -> dict[str, list[int]]:
+    """Prompt and answer of each sequence, by the engine as it is on this machine, without drafts."""
+    asked = requests()
+    return EngineHarness(folder, "off", **OPTIONS).run(asked).full(asked)
+
+
+def drafter_of(name: str, answers: dict[str, list[int]]) -> CountingDrafter | str:
+    if name == "off":
+        return "off"
+    return OracleDrafter(answers) if name == "chain" else RandomTreeDrafter(3, 250, answers, true_share=0.8)
+
+
+@pytest.mark.parametrize("drafts", ["off", "chain", "tree"])
+def test_steps_have_the_bits_of_the_cpu_runner(folder: Path, answers: dict[str, list[int]], drafts: str) -> None:
+    harness = EngineHarness(folder, drafter_of(drafts, answers), num_draft_tokens=3, **OPTIONS)
+    both = Both(folder)
+    harness.engine._runner, harness.engine._ops = both, both.gpu.ops
+    asked = requests()
+    assert harness.run(asked).full(asked) == answers
+    used = {bucket for bucket in both.buckets if bucket is not None}
+    assert None in both.buckets  # the prompts
+    assert any(bucket.depth > 0 for bucket in used) == (drafts != "off")
+    assert both.num_padded > 0
+    if drafts == "tree":
+        assert harness.engine.metrics.num_compacted_slots > 0
+    assert harness.engine.metrics.waits.get("host_drafter", 0) == (
+        0 if drafts == "off" else sum(bucket.depth > 0 for bucket in both.buckets if bucket is not None)
+    )
+
+
+def test_fast_numerics_draw_the_same_ids_where_nothing_is_near(folder: Path, answers: dict[str, list[int]]) -> None:
+    harness = EngineHarness(folder, drafter_of("tree", answers), num_draft_tokens=3, **OPTIONS)
+    runner = gpu_runner(folder, FAST)
+    harness.engine._runner, harness.engine._ops = runner, runner.ops
+    asked = requests()
+    assert harness.run(asked).full(asked) == answers
+
+
+def test_sampled_rows_are_drawn_without_reading_logits(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = SamplingParams(temperature=0.8, top_p=0.9, seed=5, max_tokens=5, ignore_eos=True)
+    asked = [Request(request_id="r", prompt_token_ids=prompt(1, 5), params=params)]
+    expected = EngineHarness(folder, "off", **OPTIONS).run(asked).answers
+    harness, runner = EngineHarness(folder, "off", **OPTIONS), gpu_runner(folder)
+    harness.engine._runner, harness.engine._ops = runner, runner.ops
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("a row of logits went through the host")
+
+    monkeypatch.setattr("specserve.sample.processed", refuse)
+    assert harness.run(asked).answers == expected
+
+
+def test_padding_alone_is_written_nowhere(folder: Path) -> None:
+    static = StaticInputs(Bucket(4, 8, 2), 4, torch.device("cpu"))
+    rows = static.inputs.rows
+    assert static.inputs.slots.tolist() == [NOWHERE] * 4
+    assert rows.prefix_len.tolist() == rows.tail_len.tolist() == [0] * 4
+    assert rows.tiles.tolist() == [[0, 1], [1, 1], [2, 1], [3, 1]]
+
+
+def test_warming_up_captures_every_bucket_and_touches_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specserve.gpu_runner.WARM_ROWS", (1,))
+    monkeypatch.setattr("specserve.gpu_runner.WARM_MOVES", (1, 2))
+    runner, captured = gpu_runner(folder, max_rows=2), []
+    monkeypatch.setattr(runner, "_graphs", DirectCalls())
+    monkeypatch.setattr(DirectCalls, "capture", lambda self, work: captured.append(work) or work)
+    runner.warm_up()
+    assert len(captured) == len(runner.buckets.known) == 3  # one row; two rows without and with a node
+    with torch.inference_mode():
+        for work in captured:
+            work()
+    assert runner.kv.isnan().all()
+
+
+def test_the_bench_runs_without_a_gpu(tmp_path: Path) -> None:
+    """`--smoke`, in a process of its own; without it the command says that there is no GPU, and ends well."""
+    bench = Path(__file__).resolve().parents[2] / "bench" / "gpu.py"
+    if not torch.cuda.is_available():
+        said = subprocess.run([sys.executable, bench], capture_output=True, text=True, check=True).stdout
+        assert "no GPU here" in said and "nothing was measured" in said
+    script = f"import sys, runpy, results; results.FOLDER = __import__('pathlib').Path({str(tmp_path)!r});"
+    script += f"sys.argv = ['gpu.py', '--smoke']; runpy.run_path({str(bench)!r}, run_name='__main__')"
+    environment = {**os.environ, "PYTHONPATH": str(bench.parent)}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "gpu_smoke.json").read_text())
+    parts = {line["part"] for line in found["lines"]}
+    assert parts == {"copy", "difference", "attention", "GEMMs", "end to end", "step"}
+    assert all(line["value"] < 1e-5 for line in found["lines"] if line["part"] == "difference")
+    assert set(found["tables"]) == {"Measured", "Targets"} and "no figure means anything" in found["device"]
