@@ -9,6 +9,7 @@ head is asked in every step of `auto`, whether it pays on this machine or not.
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -142,7 +143,10 @@ def run(options: argparse.Namespace) -> None:
     built = build(EngineConfig.from_options(model=options.model, drafter="auto", early_exit_layers=layers))
     wanted = [case for case in wanted if case.drafter in built.engine.drafting.drafters]
     prompts = chosen(read_prompts(options.dataset), options.limit, options.seed)
-    found = {case.label: figures(ask(built, prompts, case, options)) for case in wanted}
+    found = {}
+    for case in wanted:
+        found[case.label] = figures(ask(built, prompts, case, options))
+        print(f"{case.label}: {found[case.label]['acceptance_length']:.3f}", file=sys.stderr)
     record = {
         "dataset": options.dataset.name, "prompts": len(prompts), "max_tokens": options.tokens,
         "temperature": options.temperature, "cases": found,

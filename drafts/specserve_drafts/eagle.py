@@ -77,8 +77,10 @@ class EagleDrafter:
         self._trees = TreeGrower(self.name, forward.ops, shape or Shape(round_cost=cost), head.target_ids)
 
     def check(self, ids: Sequence[int]) -> HeadCheck:
-        """How often the head agrees with its target over some text: says when it was loaded wrongly."""
-        return check_head(self.head, self._forward.decoder, ids)
+        """How often the head agrees with its target over some text, as far as its context goes: says when it was
+        loaded wrongly."""
+        decoder = self._forward.decoder
+        return check_head(self.head, decoder, ids[: decoder.config.max_position_embeddings])
 
     def start(self, view: DraftRow) -> None:
         """What is filled in is found out when trees are asked for."""

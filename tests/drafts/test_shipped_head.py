@@ -48,7 +48,9 @@ def test_it_drafts_what_the_model_says_and_changes_nothing(llm: LLM) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=48)
 
     def answers(drafter: str, nodes: int) -> tuple[list[tuple[int, ...]], float]:
-        found = llm.generate(PROMPTS, params, speculation=SpeculationParams(drafter=drafter, num_draft_tokens=nodes))
+        speculation = SpeculationParams(drafter=drafter, num_draft_tokens=nodes)
+        prompts = [llm.built.tokenizer.encode_chat([{"role": "user", "content": text}]) for text in PROMPTS]
+        found = llm.generate([tuple(ids) for ids in prompts], params, speculation=speculation)
         stats = [answer.outputs[0].metrics.speculation for answer in found]
         steps, committed = sum(s.num_steps for s in stats), sum(s.num_committed_tokens for s in stats)
         return [answer.outputs[0].token_ids for answer in found], committed / steps
