@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from asking import chat_ids, submit_alone
 from results import FORMATS, PROMPTS, known_formats, table, write
 
 from specserve.build import Built, build
@@ -24,10 +25,9 @@ from specserve.cli.sim import counting_bar
 from specserve.config import EngineConfig
 from specserve.events import Delta, Failed, Finished
 from specserve.prompts import read_prompts
-from specserve.request import Request, SamplingParams, SpeculationParams
+from specserve.request import Request
 
 AT_ONCE = 8
-_salts = itertools.count()
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,19 +44,6 @@ Ask = Callable[[Sequence[int]], Answer]
 
 
 # ---- ours
-
-
-def submit(built: Built, prompt: Sequence[int], drafter: str, num_tokens: int) -> Request:
-    request = Request(
-        request_id=f"latency-{next(_salts)}",
-        prompt_token_ids=tuple(prompt),
-        params=SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True),
-        speculation=SpeculationParams(drafter=drafter),
-        cache_salt=f"latency {next(_salts)}",
-        arrival_time=built.engine.clock(),
-    )
-    built.engine.submit(request)
-    return request
 
 
 def run(built: Built, requests: Sequence[Request]) -> dict[str, Answer]:
@@ -79,7 +66,7 @@ def run(built: Built, requests: Sequence[Request]) -> dict[str, Answer]:
 
 def ours(built: Built, drafter: str, num_tokens: int) -> Ask:
     def ask(prompt: Sequence[int]) -> Answer:
-        request = submit(built, prompt, drafter, num_tokens)
+        request = submit_alone(built, prompt, drafter, num_tokens)
         return run(built, [request])[request.request_id]
 
     return ask
@@ -88,7 +75,7 @@ def ours(built: Built, drafter: str, num_tokens: int) -> Ask:
 def throughput(built: Built, prompts: Sequence[Sequence[int]], drafter: str, num_tokens: int) -> float:
     """Tokens a second of several prompts together."""
     start = time.perf_counter()
-    answers = run(built, [submit(built, prompt, drafter, num_tokens) for prompt in prompts])
+    answers = run(built, [submit_alone(built, prompt, drafter, num_tokens) for prompt in prompts])
     return sum(len(answer.token_ids) for answer in answers.values()) / (time.perf_counter() - start)
 
 
@@ -140,7 +127,7 @@ def measure(options: argparse.Namespace) -> None:
     prompts = chosen(read_prompts(options.dataset), options.per_category)
     engines = {name: build(engine_config(options, name)) for name in options.formats}
     first = next(iter(engines.values()))
-    encoded = [first.tokenizer.encode_chat([{"role": "user", "content": text}]) for _, text in prompts]
+    encoded = [chat_ids(first, text) for _, text in prompts]
     modes = {"on": options.drafter, "off": "off"}
     contestants = {
         f"{name} {mode}": ours(built, drafter, options.tokens)

@@ -24,18 +24,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from asking import chat_ids, fresh_salt, greedy_request
 from results import FOLDER, PROMPTS, table, write
 from specserve_drafts.auto import AutoDrafter
 
+from specserve.acceptance.questions import cut
 from specserve.build import Built, build
 from specserve.config import EngineConfig
 from specserve.events import Delta, Failed, Finished
 from specserve.prompts import read_prompts
 from specserve.proposal import DraftRow, DraftTree, StepResult
-from specserve.request import Request, SamplingParams, SpeculationParams
 
 MAX_PROMPT_TOKENS = 1024
-_numbers = itertools.count()
 
 
 class WrongDrafter:
@@ -73,14 +73,6 @@ class Outcome:
         return self.tokens / self.seconds
 
 
-def cut_prompt(ids: Sequence[int]) -> tuple[int, ...]:
-    """At most `MAX_PROMPT_TOKENS`: three quarters from the head, one from the tail."""
-    if len(ids) <= MAX_PROMPT_TOKENS:
-        return tuple(ids)
-    tail = MAX_PROMPT_TOKENS // 4
-    return (*ids[: MAX_PROMPT_TOKENS - tail], *ids[-tail:])
-
-
 class Loop:
     """One engine's closed loop over a list of prompts, on a clock that stands still between its steps."""
 
@@ -90,7 +82,7 @@ class Loop:
         self.seconds = 0.0
         self.tokens = 0
         self._engine, self._drafter, self._num_tokens = built.engine, drafter, num_tokens
-        self._salt = f"load {next(_numbers)}"
+        self._salt = fresh_salt()
         self._waiting = list(reversed(prompts))
         self._total = len(prompts) * num_tokens
         self._free = streams
@@ -115,7 +107,10 @@ class Loop:
         self._began = time.perf_counter()
         for _ in range(min(self._free, len(self._waiting))):
             self._free -= 1
-            self._engine.submit(self._request(self._waiting.pop()))
+            request = greedy_request(
+                self._waiting.pop(), self._drafter, self._num_tokens, salt=self._salt, now=self._clock()
+            )
+            self._engine.submit(request)
         for event in self._engine.step():
             if isinstance(event, Failed):
                 raise event.error
@@ -126,16 +121,6 @@ class Loop:
                 self._ttft.append(event.timing.ttft_ms or 0.0)
         self.seconds += time.perf_counter() - self._began
         self._began = None
-
-    def _request(self, prompt: Sequence[int]) -> Request:
-        return Request(
-            request_id=f"load-{next(_numbers)}",
-            prompt_token_ids=tuple(prompt),
-            params=SamplingParams(temperature=0.0, max_tokens=self._num_tokens, ignore_eos=True),
-            speculation=SpeculationParams(drafter=self._drafter),
-            cache_salt=self._salt,
-            arrival_time=self._clock(),
-        )
 
     def outcome(self) -> Outcome:
         after = self._engine.metrics.speculation
@@ -210,10 +195,9 @@ def measure(options: argparse.Namespace) -> None:
     built = engines[options.drafter]
     if options.wrong:
         built.engine.drafting.drafters[options.drafter] = WrongDrafter(options.wrong_id)
-    tokenizer = built.tokenizer
     texts = [prompt for _, prompt in read_prompts(options.dataset)]
     random.Random(options.seed).shuffle(texts)
-    prompts = [cut_prompt(tokenizer.encode_chat([{"role": "user", "content": text}])) for text in texts]
+    prompts = [cut(chat_ids(built, text), MAX_PROMPT_TOKENS) for text in texts]
     rows = [measure_level(engines, prompts, level, options) for level in options.levels]
     columns = [name for name in rows[0] if name != "pairs"]
     title = f"Closed loop, {'a drafter that is never right' if options.wrong else options.drafter} against off"

@@ -17,35 +17,20 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from asking import chat_ids, submit_alone
 from results import PROMPTS, table, write
 
 from specserve.build import Built, build
 from specserve.config import EngineConfig
 from specserve.events import Delta, Failed
 from specserve.prompts import read_prompts
-from specserve.request import Request, SamplingParams, SpeculationParams
 
 WARM_STEPS = 6  # of the company, before the request comes
-_numbers = itertools.count()
 
 
 def cut_to(ids: Sequence[int], length: int) -> tuple[int, ...]:
     """A text repeated until it is so long; its first tokens, which open a chat, stay its first."""
     return tuple(itertools.islice(itertools.cycle(ids), length))
-
-
-def submit(built: Built, prompt: Sequence[int], drafter: str, num_tokens: int) -> str:
-    number = next(_numbers)
-    request = Request(
-        request_id=f"ttft-{number}",
-        prompt_token_ids=tuple(prompt),
-        params=SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True),
-        speculation=SpeculationParams(drafter=drafter),
-        cache_salt=f"ttft {number}",
-        arrival_time=built.engine.clock(),
-    )
-    built.engine.submit(request)
-    return request.request_id
 
 
 def advance_until(built: Built, waiting: set[str]) -> None:
@@ -60,12 +45,12 @@ def advance_until(built: Built, waiting: set[str]) -> None:
 
 def first_token_ms(built: Built, prompt: Sequence[int], company: Sequence[Sequence[int]], drafter: str) -> float:
     """Milliseconds from the request's arrival to its first token."""
-    others = [submit(built, other, drafter, 512) for other in company]
+    others = [submit_alone(built, other, drafter, 512).request_id for other in company]
     advance_until(built, set(others))
     for _ in range(WARM_STEPS if others else 0):
         built.engine.step()
     start = time.perf_counter()
-    mine = submit(built, prompt, drafter, 8)
+    mine = submit_alone(built, prompt, drafter, 8).request_id
     advance_until(built, {mine})
     seconds = time.perf_counter() - start
     for request_id in (*others, mine):
@@ -96,9 +81,7 @@ def measure_case(
 
 def measure(options: argparse.Namespace) -> None:
     built = build(EngineConfig.from_options(model=options.model, max_num_seqs=16, drafter=options.drafter))
-    texts = [
-        built.tokenizer.encode_chat([{"role": "user", "content": text}]) for _, text in read_prompts(options.dataset)
-    ]
+    texts = [chat_ids(built, text) for _, text in read_prompts(options.dataset)]
     cases = itertools.product(options.lengths, options.running)
     columns = ["prompt tokens", "running", "off ms", "on ms", "ratio"]
     rows = [measure_case(built, texts, length, running, options) for length, running in cases]

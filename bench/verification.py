@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from asking import chat_ids
 from results import PROMPTS, table, write
 from specserve_drafts.grow import Shape
 
@@ -44,11 +45,9 @@ def acceptance(built: Built, shape: Shape, temperature: float, options: argparse
     before = engine.metrics.speculation
     steps, committed = before.num_steps, before.num_committed_tokens
     for number, (_, text) in enumerate(prompts):
-        ids = built.tokenizer.encode_chat([{"role": "user", "content": text}])
+        ids = cut(chat_ids(built, text), MAX_PROMPT_TOKENS)
         params = SamplingParams(temperature=temperature, seed=number, n=options.answers, max_tokens=options.tokens)
-        engine.submit(
-            Request(request_id=f"{label} {number}", prompt_token_ids=cut(ids, MAX_PROMPT_TOKENS), params=params)
-        )
+        engine.submit(Request(request_id=f"{label} {number}", prompt_token_ids=ids, params=params))
     done = 0
     with counting_bar(label, len(prompts) * options.answers) as progress:
         while engine.has_work():

@@ -103,12 +103,10 @@ class AutoDrafter:
     def observe(self, view: DraftRow, result: StepResult) -> None:
         for part in self.parts:
             if (part.name, view.sequence_id) not in self._muted:
-                began = self._clock() if part.name in self.paybacks else 0.0
+                began = self._clock()
                 self._try(part, view, partial(part.observe, view, result))
-                if part.name in self.paybacks:
-                    self._step.charge(part.name, self._clock() - began)
-        if self.paybacks:
-            self._step.credit([result.tree.drafters[node] for node in result.path])
+                self._step.charge(part.name, self._clock() - began)
+        self._step.credit([result.tree.drafters[node] for node in result.path])
 
     def stop(self, view: DraftRow) -> None:
         for part in self.parts:
