@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from triton import knobs
+from triton.knobs import CompileTimes
 
 from specserve.graphs import CudaGraphs
 
@@ -97,12 +100,25 @@ class Bench:
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.lines: list[Line] = []
         self.bandwidth = 0.0  # bytes a second, read and written
+        self.compiled = 0.0  # seconds in Triton's compiler, and in torch's where a stage says so
         self._began = time.perf_counter()
+        knobs.compilation.listener = self._compiled
         self._random = torch.Generator(device).manual_seed(SEED)
 
     @property
     def left(self) -> float:
         return self.size.seconds - (time.perf_counter() - self._began)
+
+    def _compiled(self, *, times: CompileTimes, cache_hit: bool, **_: object) -> None:
+        """Triton's compiler made a kernel, or found it in its cache."""
+        self.compiled += 0.0 if cache_hit else 1e-6 * times.total
+
+    @contextmanager
+    def compiling(self) -> Iterator[None]:
+        """What is done inside is all compiling, Triton's part included."""
+        before, began = self.compiled, time.perf_counter()
+        yield
+        self.compiled = before + time.perf_counter() - began
 
     def tell(self, line: Line) -> None:
         self.lines.append(line)

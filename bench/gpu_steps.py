@@ -188,7 +188,8 @@ def _answer(
         drafters=("off", "ngram"),
     )
     drafters = {} if drafter is None else {"ngram": drafter}
-    engine = Engine(config, limits, runner, runner.ops, Letters(), drafters, Controller(config.speculation))
+    controller = Controller(config.speculation)
+    engine = Engine(config, limits, runner, runner.ops, Letters(), drafters, controller, launch=runner.launch)
     params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
     engine.submit(Request(request_id="bench", prompt_token_ids=prompt, params=params))
     ids: list[int] = []

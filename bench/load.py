@@ -18,7 +18,8 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,6 @@ from typing import Any
 import torch
 from asking import chat_ids, fresh_salt, greedy_request
 from results import FOLDER, PROMPTS, table, write
-from specserve_drafts.auto import AutoDrafter
 
 from specserve.acceptance.questions import cut
 from specserve.build import Built, build
@@ -73,30 +73,53 @@ class Outcome:
         return self.tokens / self.seconds
 
 
+class StepClock:
+    """An engine's time: it stands still while the engine has no turn."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._began: float | None = None
+
+    def __call__(self) -> float:
+        return self._seconds + (0.0 if self._began is None else time.perf_counter() - self._began)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        self._began = time.perf_counter()
+        yield
+        self._seconds, self._began = self(), None
+
+
+@dataclass(frozen=True, slots=True)
+class Stand:
+    """An engine and its clock."""
+
+    built: Built
+    clock: StepClock
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> Stand:
+        clock = StepClock()
+        with clock.running():
+            return cls(build(config, clock=clock), clock)
+
+
 class Loop:
-    """One engine's closed loop over a list of prompts, on a clock that stands still between its steps."""
+    """One engine's closed loop over a list of prompts."""
 
     def __init__(
-        self, built: Built, prompts: Sequence[Sequence[int]], streams: int, drafter: str, num_tokens: int
+        self, stand: Stand, prompts: Sequence[Sequence[int]], streams: int, drafter: str, num_tokens: int
     ) -> None:
-        self.seconds = 0.0
         self.tokens = 0
-        self._engine, self._drafter, self._num_tokens = built.engine, drafter, num_tokens
+        self._engine, self._drafter, self._num_tokens = stand.built.engine, drafter, num_tokens
+        self._clock, self._from = stand.clock, stand.clock()
         self._salt = fresh_salt()
         self._waiting = list(reversed(prompts))
         self._total = len(prompts) * num_tokens
         self._free = streams
         self._ttft: list[float] = []
-        self._began: float | None = None
-        self._engine.clock = self._clock
-        for one in self._engine.drafting.drafters.values():
-            if isinstance(one, AutoDrafter):
-                one._clock = self._clock
         before = self._engine.metrics.speculation
         self._before = (before.num_draft_tokens, before.num_accepted_tokens, before.num_steps)
-
-    def _clock(self) -> float:
-        return self.seconds + (0.0 if self._began is None else time.perf_counter() - self._began)
 
     @property
     def share(self) -> float:
@@ -104,14 +127,14 @@ class Loop:
         return self.tokens / self._total
 
     def step(self) -> None:
-        self._began = time.perf_counter()
-        for _ in range(min(self._free, len(self._waiting))):
-            self._free -= 1
-            request = greedy_request(
-                self._waiting.pop(), self._drafter, self._num_tokens, salt=self._salt, now=self._clock()
-            )
-            self._engine.submit(request)
-        for event in self._engine.step():
+        with self._clock.running():
+            for _ in range(min(self._free, len(self._waiting))):
+                self._free -= 1
+                prompt, now = self._waiting.pop(), self._clock()
+                request = greedy_request(prompt, self._drafter, self._num_tokens, salt=self._salt, now=now)
+                self._engine.submit(request)
+            events = self._engine.step()
+        for event in events:
             if isinstance(event, Failed):
                 raise event.error
             if isinstance(event, Delta):
@@ -119,14 +142,12 @@ class Loop:
             if isinstance(event, Finished):
                 self._free += 1
                 self._ttft.append(event.timing.ttft_ms or 0.0)
-        self.seconds += time.perf_counter() - self._began
-        self._began = None
 
     def outcome(self) -> Outcome:
         after = self._engine.metrics.speculation
         drafted, accepted, steps = self._before
         return Outcome(
-            self.seconds,
+            self._clock() - self._from,
             self.tokens,
             after.num_draft_tokens - drafted,
             after.num_accepted_tokens - accepted,
@@ -149,7 +170,7 @@ def interval(ratios: Sequence[float], rng: random.Random, share: float = 0.9) ->
     return found[int(edge * len(found))], found[min(int((1 - edge) * len(found)), len(found) - 1)]
 
 
-def measure_level(engines: dict[str, Built], prompts: Sequence[Sequence[int]], streams: int, options: Any) -> Any:
+def measure_level(engines: dict[str, Stand], prompts: Sequence[Sequence[int]], streams: int, options: Any) -> Any:
     """All pairs of one level, and what they say."""
     tokens = options.tokens
     first = [prompts[i % len(prompts)] for i in range(2 * streams)]
@@ -158,7 +179,7 @@ def measure_level(engines: dict[str, Built], prompts: Sequence[Sequence[int]], s
     work = [prompts[i % len(prompts)] for i in range(count)]
     pairs: list[dict[str, Outcome]] = []
     for pair in range(options.pairs):
-        loops = [Loop(built, work, streams, name, tokens) for name, built in engines.items()]
+        loops = [Loop(stand, work, streams, name, tokens) for name, stand in engines.items()]
         found = dict(zip(engines, run(loops), strict=True))
         pairs.append(found)
         plain, drafting = found["off"].throughput, found[options.drafter].throughput
@@ -191,8 +212,8 @@ def measure(options: argparse.Namespace) -> None:
     config = EngineConfig.from_options(
         model=options.model, max_num_seqs=max(options.levels), drafter=options.drafter, kv_cache_gib=2.5
     )
-    engines = {"off": build(config), options.drafter: build(config)}
-    built = engines[options.drafter]
+    engines = {"off": Stand.of(config), options.drafter: Stand.of(config)}
+    built = engines[options.drafter].built
     if options.wrong:
         built.engine.drafting.drafters[options.drafter] = WrongDrafter(options.wrong_id)
     texts = [prompt for _, prompt in read_prompts(options.dataset)]

@@ -18,7 +18,7 @@ from typing import Any
 import specserve_kernels
 import torch
 from library_ops import LibraryOps, OneCallGemms, product, reordered
-from results import FORMATS, interleaved, known_formats, medians, table, write
+from results import FORMATS, PROMPTS, interleaved, known_formats, medians, table, write
 from specserve_kernels import LinearWeight, Ops
 from torch import Tensor
 
@@ -32,6 +32,7 @@ from specserve.models.decoder import Decoder
 from specserve.models.hub import resolve_model
 from specserve.models.weights import load_decoder
 from specserve.pages import PagePool, PageTable
+from specserve.prompts import read_prompts
 from specserve.proposal import EMPTY_TREE, DraftTree
 from specserve.request import Request, SamplingParams, Sequence
 from specserve.runner import CpuRunner
@@ -294,38 +295,51 @@ def away(engine: Any) -> Iterator[list[float]]:
             setattr(module, name, function)
 
 
-def host_overhead(folder: Any, num_requests: int, num_tokens: int) -> dict[str, float]:
+def host_table(folder: Any, num_requests: int, num_tokens: int) -> tuple[dict[str, Any], str]:
+    """Of our own prompts, and of a text that repeats itself: nearly every draft is right, a step has many tokens."""
+    texts = [text for _, text in read_prompts(PROMPTS)]
+    chosen = texts[:: len(texts) // num_requests][:num_requests]
+    repeating = [f"{index} apples and {index} pears, " * 8 for index in range(num_requests)]
+    found = {
+        name: host_overhead(folder, prompts, num_tokens)
+        for name, prompts in (("own prompts", chosen), ("repeating text", repeating))
+    }
+    columns = list(found["own prompts"])
+    rows = [(name, *measured.values()) for name, measured in found.items()]
+    return found, table(("requests", *columns), rows)
+
+
+def host_overhead(folder: Any, prompts: list[str], num_tokens: int) -> dict[str, float]:
     """Milliseconds a step from plan to events, forward and drawing excluded, with all requests decoding."""
     # the n-gram drafter and a fixed length: Python's part must not hang on what the controller chooses
-    options = {"max_model_len": 512, "kv_cache_gib": 0.5, "max_num_seqs": num_requests}
-    options |= {"drafter": "ngram", "num_draft_tokens": 5}
+    options = {"kv_cache_gib": 0.5, "max_num_seqs": len(prompts), "drafter": "ngram", "num_draft_tokens": 5}
+    options |= {"max_num_batched_tokens": 512 * len(prompts)}  # all begin in one step
     built = build(EngineConfig.from_options(model=str(folder), **options))
     engine = built.engine
-    requests = {}
-    for index in range(num_requests):
-        prompt = built.tokenizer.encode(f"{index} apples and {index} pears, " * 8)
+    requests, longest = {}, min(512, engine.limits.max_model_len - num_tokens)
+    for index, text in enumerate(prompts):
         params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
-        request = Request(
-            request_id=str(index), prompt_token_ids=tuple(prompt), params=params, arrival_time=engine.clock()
-        )
+        prompt, now = built.tokenizer.encode(text)[:longest], engine.clock()
+        request = Request(request_id=str(index), prompt_token_ids=tuple(prompt), params=params, arrival_time=now)
         requests[request.request_id] = request
         engine.submit(request)
-    steps, writes = [], []
+    steps, writes, tokens = [], [], []
     with away(engine) as spent:
         while engine.has_work():
-            before, start = spent[0], time.perf_counter()
+            before, start, told = spent[0], time.perf_counter(), engine.metrics.num_output_tokens
             events = engine.step()
             took = time.perf_counter() - start - (spent[0] - before)
             written = _written(events, requests)
-            if len(engine.scheduler.running) == num_requests and not engine.scheduler.waiting:
+            if len(engine.scheduler.running) == len(prompts) and not engine.scheduler.waiting:
                 steps.append(1e3 * took)
                 writes.append(1e3 * written)
+                tokens.append(engine.metrics.num_output_tokens - told)
     stats = engine.metrics.speculation
     return {
-        "step_ms": statistics.median(steps[1:] or steps),
-        "write_ms": statistics.median(writes[1:] or writes),
-        "draft_tokens_per_step": stats.num_draft_tokens / max(stats.num_steps, 1),
-        "acceptance_length": stats.acceptance_length,
+        "ms": statistics.median(map(sum, zip(steps[1:], writes[1:], strict=True))),
+        "of that writing": statistics.median(writes[1:]),
+        "tokens a step": statistics.mean(tokens[1:]),
+        "draft tokens a step": len(prompts) * stats.num_draft_tokens / stats.num_steps,
     }
 
 
@@ -361,8 +375,8 @@ def measure(options: argparse.Namespace) -> None:
         models, options.seconds, small
     )
     record["sampling"], tables["Drawing at 16 rows"] = sampling_table(main, small, options.seconds)
-    record["host"] = host = host_overhead(folder, 16, options.tokens)
-    tables["Host overhead a step at 16 running requests"] = table(list(host), [list(host.values())])
+    title = "Host overhead a step at 16 running requests"
+    record["host"], tables[title] = host_table(folder, 16, options.tokens)
     write("step", record, tables, describe_environment(EngineConfig(model=options.model), main.decoder), seed=0)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,8 +21,7 @@ from specserve.request import Sequence
 from specserve.scheduler import PlannedRows
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
+class Span(NamedTuple):
     """The rows of one sequence: [first, first + num_pending + nodes).
 
     If it draws, logits of the last pending row and of the nodes start at `first_logit`; if its prompt is reported,

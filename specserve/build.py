@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import platform
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -59,8 +60,8 @@ class Built:
     startup_lines: list[str]
 
 
-def build(config: EngineConfig, progress: Progress | None = None) -> Built:
-    """Load the model and make an engine.
+def build(config: EngineConfig, progress: Progress | None = None, clock: Callable[[], float] = time.monotonic) -> Built:
+    """Load the model and make an engine. All that it decides by time it reads from `clock`, in seconds.
 
     Raises:
         ModelNotFound, ModelError, WeightsError: the model cannot be had or used.
@@ -76,12 +77,13 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
     config = resolve(config, decoder.config, decoder.dtype.itemsize, decoder.fingerprint)
     limits = limits_of(config, decoder, tokenizer)
     runner = make_runner(config, decoder, ops, folder)
-    drafters = make_drafters(config.speculation, runner)
+    drafters = make_drafters(config.speculation, runner, clock)
     if not isinstance(runner, CpuRunner):
         runner.warm_up()
     limits = replace(limits, drafters=("off", *drafters))
     controller = Controller(config.speculation, step_costs(config, limits, runner, tokenizer))
-    engine = Engine(config, limits, runner, ops, tokenizer, drafters, controller)
+    launch = None if isinstance(runner, CpuRunner) else runner.launch
+    engine = Engine(config, limits, runner, ops, tokenizer, drafters, controller, clock, launch)
     environment = describe_environment(config, decoder)
     lines = startup_lines(config, limits, runner, controller) + head_lines(drafters, tokenizer.encode)
     return Built(
@@ -182,7 +184,9 @@ def step_costs(config: EngineConfig, limits: ModelLimits, runner: AnyRunner, tok
     return sweep.measure(runner, make_engine, limits)
 
 
-def make_drafters(config: SpeculationConfig, forward: Forward | None) -> dict[str, Drafter]:
+def make_drafters(
+    config: SpeculationConfig, forward: Forward | None, clock: Callable[[], float] = time.monotonic
+) -> dict[str, Drafter]:
     """The drafters that this engine offers, by name: those that cost nothing until used, and what is configured.
 
     Raises:
@@ -190,7 +194,7 @@ def make_drafters(config: SpeculationConfig, forward: Forward | None) -> dict[st
     """
     drafters = {name: make_drafter(name, config, forward) for name in MODEL_FREE}
     if forward is None or forward.decoder.device.type != "cpu":  # those with weights run in main memory
-        return drafters | {"auto": make_auto(drafters, forward)}
+        return drafters | {"auto": make_auto(drafters, forward, clock)}
     configured = {
         "early_exit": config.early_exit_layers is not None,
         "draft_model": config.draft_model is not None,
@@ -202,7 +206,7 @@ def make_drafters(config: SpeculationConfig, forward: Forward | None) -> dict[st
     if config.drafter == "auto" and "eagle" not in drafters:
         with suppress(ConfigError):  # there is no head for this model; auto does without
             drafters["eagle"] = make_drafter("eagle", config, forward)
-    return drafters | {"auto": make_auto(drafters, forward)}
+    return drafters | {"auto": make_auto(drafters, forward, clock)}
 
 
 def resolve(config: EngineConfig, model: DecoderConfig, kv_itemsize: int, fingerprint: str = "") -> EngineConfig:

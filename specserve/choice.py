@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from specserve.answertext import AnswerText
-from specserve.grammar import GrammarState
-from specserve.processors import History
+from specserve.grammar import Grammar, GrammarState
+from specserve.processors import History, needs_history
 from specserve.request import Sequence
 
 
@@ -44,3 +44,18 @@ class Choice:
         """Greedy, with nothing that changes or reports logits: the largest raw logit is the token."""
         params = self.sequence.request.params
         return params.greedy and self.history is None and params.logprobs is None and not params.min_tokens
+
+
+def open_choice(
+    sequence: Sequence, text: AnswerText, stops: frozenset[int], times: Times, grammar: Grammar | None
+) -> Choice:
+    """A choice at its start; `sequence` may carry a prompt only, or be a fork that has no token yet."""
+    request = sequence.request
+    return Choice(
+        sequence=sequence,
+        text=text,
+        stops=stops,
+        times=times,
+        history=History(request, sequence.token_ids) if grammar is not None or needs_history(request) else None,
+        grammar=None if grammar is None else grammar.start(),
+    )

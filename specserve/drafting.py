@@ -27,6 +27,8 @@ def verification_of(sequence: Sequence, config: SpeculationConfig) -> str:
 
     Not at T = 0, where it is the same, and not under a grammar, which forces and prunes by the ids that were drafted.
     """
+    if config.verification == "coupled":
+        return "coupled"
     params = sequence.request.params
     sampled = not params.greedy and params.grammar is None and drafter_of(sequence, config) in SAMPLING_DRAFTERS
     return config.verification if sampled else "coupled"

@@ -1,8 +1,11 @@
 """The conductor: the only object that changes while requests are served.
 
-A step is plan → propose → build → forward → draw → walk → cut → commit; every stage takes a finished record and
-returns one. One thread owns an engine. Trouble of one request ends as one event of that request: a bad tree costs the
-tree, a non-finite row or a failed forward costs the requests that were in it, and their pages are free at once.
+A step is plan → propose → build → launch → draw → walk → cut → advance → publish; every stage takes a finished record
+and returns one. One thread owns an engine. Trouble of one request ends as one event of that request: a bad tree costs
+the tree, a non-finite row or a failed forward costs the requests that were in it, and their pages are free at once.
+
+A runner that computes by itself is given the next step as soon as the last one has advanced (ids, lengths, pages,
+grammar), and text and events are made meanwhile: `step` then ends with a step in flight.
 """
 
 from __future__ import annotations
@@ -16,13 +19,13 @@ from typing import TYPE_CHECKING
 
 from specserve import batch, commit
 from specserve.answertext import AnswerText, TextSource
-from specserve.batch import Span
-from specserve.choice import Choice, Times
+from specserve.batch import Span, StepBatch
+from specserve.choice import Choice, Times, open_choice
 from specserve.commit import Cut
 from specserve.config import EngineConfig, ModelLimits
 from specserve.controller import Controller, drafter_of
 from specserve.drafting import Drafting, verification_of
-from specserve.drawing import Drawn, draw_step
+from specserve.drawing import Drawn, Masks, draw_step
 from specserve.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -37,12 +40,12 @@ from specserve.errors import (
 from specserve.events import Event, Failed, FinishReason, TokenLogprobs
 from specserve.grammar import Grammar, GrammarState
 from specserve.grammar.constrain import constrain
-from specserve.logprobs import prompt_token_logprobs, token_logprobs
+from specserve.logprobs import report_draws, report_prompt
 from specserve.metrics import EngineMetrics, count_step
 from specserve.pages import PagePool, PageTable
 from specserve.prefix import PrefixIndex
-from specserve.processors import History, needs_history
 from specserve.proposal import Drafter, DraftTree, StepResult
+from specserve.publish import Committed, publish, started
 from specserve.request import Request, Sequence
 from specserve.sample import STUCK, top_ids
 from specserve.scheduler import Scheduler, StepPlan
@@ -52,7 +55,7 @@ from specserve.verify import walk
 if TYPE_CHECKING:
     from specserve_kernels import Ops
 
-    from specserve.runner import ForwardResult, Runner
+    from specserve.runner import ForwardResult, Launch, Runner
 
 
 @dataclass(slots=True, eq=False)
@@ -67,6 +70,18 @@ class _Active:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A step that was launched at engine time `began`; `wait` hands out its result."""
+
+    plan: StepPlan
+    trees: list[DraftTree]
+    batch: StepBatch
+    masks: Masks
+    wait: Callable[[], ForwardResult]
+    began: float
+
+
 def _as_fault(exc: Exception) -> SpecserveError:
     """An error of ours as it is, anything else as the engine's fault."""
     if isinstance(exc, SpecserveError):
@@ -77,7 +92,10 @@ def _as_fault(exc: Exception) -> SpecserveError:
 
 
 class Engine:
-    """Serves requests step by step. `events` of a request: Started, Deltas, one Finished per choice; or Failed."""
+    """Serves requests step by step. `events` of a request: Started, Deltas, one Finished per choice; or Failed.
+
+    `launch` starts a forward on a runner that computes by itself.
+    """
 
     def __init__(
         self,
@@ -89,6 +107,7 @@ class Engine:
         drafters: Mapping[str, Drafter],
         controller: Controller,
         clock: Callable[[], float] = time.monotonic,
+        launch: Launch | None = None,
     ) -> None:
         self.config = config
         self.limits = limits
@@ -104,6 +123,9 @@ class Engine:
         self._tokenizer = tokenizer
         self._active: dict[str, _Active] = {}
         self._events: list[Event] = []
+        self._untold: list[Committed] = []
+        self._ahead = launch
+        self._flight: _Flight | None = None
         self._arrivals = 0
 
     # ---- requests in and out
@@ -158,35 +180,30 @@ class Engine:
 
     def abort(self, request_id: str) -> None:
         """End a request now; its pages are free on return. Unknown ids are ignored."""
-        active = self._active.get(request_id)
-        if active is not None:
-            self._fail(active, Cancelled(f"request {request_id!r} was aborted"), FinishReason.ABORT)
+        if request_id in self._active:
+            cancelled = Cancelled(f"request {request_id!r} was aborted")
+            self._fail(self._active[request_id].request, cancelled, FinishReason.ABORT)
 
     def has_work(self) -> bool:
-        return bool(self._active or self._events)
+        return bool(self._active or self._events or self._flight)
 
     def _open_choice(self, active: _Active, sequence: Sequence) -> None:
-        params = active.request.params
         sequence.stats.drafter = drafter_of(sequence, self.config.speculation)
-        text = AnswerText(self._tokenizer.incremental(), params)
-        stops = commit.stop_ids(params, self.limits.eos_token_ids)
-        grammar = None if active.grammar is None else active.grammar.start()
-        wanted = grammar is not None or needs_history(active.request)
-        active.choices[sequence] = Choice(
-            sequence=sequence,
-            text=text,
-            stops=stops,
-            times=active.times,
-            history=History(active.request, sequence.token_ids) if wanted else None,
-            grammar=grammar,
-        )
+        stops = commit.stop_ids(active.request.params, self.limits.eos_token_ids)
+        text = AnswerText(self._tokenizer.incremental(), active.request.params)
+        active.choices[sequence] = open_choice(sequence, text, stops, active.times, active.grammar)
 
-    def _fail(self, active: _Active, error: Exception, reason: FinishReason = FinishReason.ERROR) -> None:
-        for sequence in active.choices:
+    def _fail(self, request: Request, error: Exception, reason: FinishReason = FinishReason.ERROR) -> None:
+        self._publish()  # what was committed is told first, which may have been the end of it
+        if request.request_id in self._active:
+            self._end(request, error, reason)
+
+    def _end(self, request: Request, error: Exception, reason: FinishReason = FinishReason.ERROR) -> None:
+        active = self._active.pop(request.request_id, None)
+        for sequence in () if active is None else active.choices:
             self._drop(sequence)
-        del self._active[active.request.request_id]
         self.metrics.count_finish(reason)
-        self._events.append(Failed(request_id=active.request.request_id, error=error))
+        self._events.append(Failed(request_id=request.request_id, error=_as_fault(error)))
 
     def _drop(self, sequence: Sequence) -> None:
         """Take a sequence out of everything that knows it."""
@@ -194,54 +211,90 @@ class Engine:
         self.scheduler.remove(sequence)
 
     def step(self) -> list[Event]:
-        """Run one step and return what happened; [] when there is nothing to do."""
-        now = self.clock()
+        """Run one step and return what happened; [] when there is nothing to do.
+
+        With a runner that computes by itself: end the step in flight, launch the next one, return what happened.
+        """
+        self._land()
+        began = self.clock()
+        plan = self._plan(began)
+        if plan.rows:
+            self._launch(plan, began)
+        if self._ahead is None:
+            self._land()
+        self._publish()
+        if self.config.debug and not self._active:
+            self.pool.check()
+        events, self._events = self._events, []
+        return events
+
+    def _plan(self, now: float) -> StepPlan:
+        """End what is too late, and see who has rows in the next step."""
         for active in list(self._active.values()):
             if active.request.deadline is not None and active.request.deadline <= now:
                 phase = "running" if active.started else "waiting for its first token"
-                self._fail(active, DeadlineExceeded(f"the deadline passed while the request was {phase}"))
+                self._fail(active.request, DeadlineExceeded(f"the deadline passed while the request was {phase}"))
         plan = self.scheduler.plan()
         self.metrics.num_preemptions += len(plan.preempted)
         for rows in plan.rows:
             self._active[rows.sequence.request.request_id].times.plan(now)
-        if plan.rows:
-            try:
-                trees = self._run(plan)
-                self.drafting.settle(plan.rows, trees, self.clock() - now)
-            except Exception as exc:
-                self._fail_step(plan, exc)
-        if self.config.debug and not self._active:
-            self.pool.check()
-        self.metrics.step_seconds += self.clock() - now if plan.rows else 0.0
-        events, self._events = self._events, []
-        return events
+        return plan
 
     def _fail_step(self, plan: StepPlan, exc: Exception) -> None:
-        for request_id in dict.fromkeys(rows.sequence.request.request_id for rows in plan.rows):
-            if request_id in self._active:
-                self._fail(self._active[request_id], _as_fault(exc))
+        for rows in plan.rows:
+            self._fail(rows.sequence.request, exc)
 
-    def _run(self, plan: StepPlan) -> list[DraftTree]:
-        """Everything after the plan; returns the trees that were verified."""
-        self._runner.apply(plan.copies, copies=True)
-        trees = self.drafting.propose(plan.rows)
-        masks = constrain(plan.rows, trees, self._grammar_of, self.limits.vocab_size)
-        step = batch.build(plan.rows, trees)
-        began = self.clock()
+    def _launch(self, plan: StepPlan, began: float) -> None:
+        """Everything up to the forward."""
+        try:
+            self._runner.apply(plan.copies, copies=True)
+            trees = self.drafting.propose(plan.rows)
+            masks = constrain(plan.rows, trees, self._grammar_of, self.limits.vocab_size)
+            step = batch.build(plan.rows, trees)
+            launched = self.clock()
+            wait = self._forward(step) if self._ahead is None else self._ahead(step)
+            self.metrics.verify_seconds += self.clock() - launched
+        except Exception as exc:
+            return self._fail_step(plan, exc)
+        for sequence in plan.admitted:
+            self.metrics.num_cached_tokens += sequence.table.cached_len
+        self.metrics.num_copied_slots += len(plan.copies)
+        self._flight = _Flight(plan, trees, step, masks, wait, began)
+
+    def _forward(self, step: StepBatch) -> Callable[[], ForwardResult]:
         result = self._runner.forward(step)
-        drawn = draw_step(step, result, masks, self._choice_of, self._ops, self.metrics)
-        self.metrics.verify_seconds += self.clock() - began
+        return lambda: result
+
+    def _land(self) -> None:
+        """Everything from the forward's result on, if a step is in flight."""
+        flight, self._flight = self._flight, None
+        if flight is None:
+            return
+        try:
+            self._advance(flight)
+            if self._ahead is None:
+                self._publish()
+            self.drafting.settle(flight.plan.rows, flight.trees, self.clock() - flight.began)
+        except Exception as exc:
+            self._fail_step(flight.plan, exc)
+        self.metrics.step_seconds += self.clock() - flight.began
+
+    def _advance(self, flight: _Flight) -> None:
+        """Draw, walk, cut: all that the next plan needs."""
+        began, metrics = self.clock(), self.metrics
+        step, result = flight.batch, flight.wait()
+        metrics.num_forwards += 1
+        metrics.num_rows += step.num_rows
+        metrics.max_rows_in_step = max(metrics.max_rows_in_step, step.num_rows)
+        if self._ahead is not None:  # requests may have ended since the launch; nobody sees what their rows came to
+            spans = (span for span in step.spans if span.sequence.request.request_id in self._active)
+            step = replace(step, spans=tuple(spans))
+        drawn = draw_step(step, result, flight.masks, self._choice_of, self._ops, metrics)
+        metrics.verify_seconds += self.clock() - began
         if (learner := self.drafting.wants_top_ids()) is not None:
             began = self.clock()
             result = replace(result, top_ids=top_ids(result.logits, self._ops))
             self.drafting.charge(learner, began)
-        metrics = self.metrics
-        metrics.num_forwards += 1
-        metrics.num_rows += step.num_rows
-        metrics.max_rows_in_step = max(metrics.max_rows_in_step, step.num_rows)
-        metrics.num_copied_slots += len(plan.copies)
-        for sequence in plan.admitted:
-            metrics.num_cached_tokens += sequence.table.cached_len
         for span in step.spans:
             active = self._active.get(span.sequence.request.request_id)
             if active is None:  # another choice's trouble ended the request in this very step
@@ -249,20 +302,21 @@ class Engine:
             try:
                 self._commit(active, span, result, drawn.get(span.sequence))
             except Exception as exc:
-                self._fail(active, _as_fault(exc))
-        return trees
+                self._fail(active.request, exc)
 
-    def _report_prompt(self, active: _Active, span: Span, result: ForwardResult) -> None:
-        """Log-probabilities of the prompt tokens that follow this chunk's rows; recomputed rows are known already."""
-        sequence = span.sequence
-        known = active.prompt_logprobs
-        num_top = sequence.request.params.prompt_logprobs
-        if span.prompt_logit is None or known is None or num_top is None:
-            return
-        start = sequence.table.cached_len
-        for position in range(max(start + 1, len(known)), min(start + span.num_pending + 1, sequence.prompt_len)):
-            row = span.prompt_logit + position - 1 - start
-            known.append(prompt_token_logprobs(result.logits, row, sequence.token_ids[position], num_top))
+    def _publish(self) -> None:
+        """Make text and events of what was committed."""
+        untold, self._untold = self._untold, []
+        failed: set[str] = set()
+        for committed in untold:
+            request = committed.choice.sequence.request
+            try:
+                if request.request_id not in failed:
+                    self._events += publish(committed)
+                    self.metrics.count_finish(committed.kept.reason)
+            except Exception as exc:
+                failed.add(request.request_id)
+                self._end(request, exc)
 
     def _grammar_of(self, sequence: Sequence) -> GrammarState | None:
         return self._choice_of(sequence).grammar
@@ -274,7 +328,8 @@ class Engine:
 
     def _commit(self, active: _Active, span: Span, result: ForwardResult, drawn: Drawn | None) -> None:
         """Settle one sequence's rows: check them, keep what was accepted, cut, publish, tell."""
-        self._report_prompt(active, span, result)
+        if active.prompt_logprobs is not None:
+            report_prompt(active.prompt_logprobs, span, result.logits)
         pending = result.finite[span.first : span.first + span.num_pending]
         if not all(pending):
             self._fault(active, span)
@@ -282,7 +337,7 @@ class Engine:
             raise drawn.error
         elif drawn is not None and STUCK in drawn.ids[: span.sequence.num_siblings + 1]:
             excluded = "bans, allowed ids or the grammar exclude every token"
-            self._fail(active, GrammarStuck(f"{excluded} at position {len(span.sequence.token_ids)}"))
+            self._fail(active.request, GrammarStuck(f"{excluded} at position {len(span.sequence.token_ids)}"))
         elif drawn is None:
             self.metrics.num_prompt_tokens += span.num_pending
             self._commit_rows(span.sequence, span.num_pending, ())
@@ -306,7 +361,7 @@ class Engine:
         if self.index is not None:
             self.index.unpublish([page for page in written if page in self.pool.indexed])
         self._runner.zero([page for page in written if self.pool.holders[page] == 1])
-        self._fail(active, NumericFault(f"non-finite values in the rows from position {table.cached_len} on"))
+        self._fail(active.request, NumericFault(f"non-finite values in the rows from position {table.cached_len} on"))
 
     def _commit_rows(self, sequence: Sequence, num_pending: int, path: SequenceOf[int]) -> None:
         """Keep the pending rows and the path, and bring the path together before anybody can read it."""
@@ -322,7 +377,7 @@ class Engine:
     def _commit_fork(self, active: _Active, span: Span, result: ForwardResult, drawn: Drawn) -> None:
         """The prompt of n choices is done: siblings share its pages, each starts from its own draw."""
         first = span.sequence
-        logprobs = self._logprobs(drawn, range(first.num_siblings + 1), result)
+        logprobs = report_draws(drawn.draws, drawn.ids, range(first.num_siblings + 1), result.logits)
         self._commit_rows(first, span.num_pending, ())
         self.metrics.num_prompt_tokens += span.num_pending
         choices = [first]
@@ -342,7 +397,8 @@ class Engine:
         first.num_siblings = 0
         for i, (sequence, token_id) in enumerate(zip(choices, drawn.ids, strict=True)):
             told = None if logprobs is None else logprobs[i : i + 1]
-            self._emit(active, sequence, self._cut(sequence, [token_id]), told, num_drafted=0)
+            kept = self._cut(sequence, [token_id])
+            self._emit(active, Committed(active.choices[sequence], kept, 0, told, self.clock()))
 
     def _commit_run(
         self, active: _Active, span: Span, path: tuple[int, ...], result: ForwardResult, drawn: Drawn
@@ -351,17 +407,17 @@ class Engine:
         sequence = span.sequence
         is_root = span.num_pending == 1 and sequence.has_token
         rows = [0, *(1 + node for node in path)]
-        logprobs = self._logprobs(drawn, rows, result)
+        logprobs = report_draws(drawn.draws, drawn.ids, rows, result.logits)
         kept = self._cut(sequence, [drawn.ids[row] for row in rows])
         path = path[: len(kept.token_ids)]
         self._commit_rows(sequence, span.num_pending, path)
         if is_root:
             depths = span.tree.depths()
-            count_step(sequence.stats, depths, len(path), len(kept.token_ids))
-            count_step(self.metrics.speculation, depths, len(path), len(kept.token_ids))
+            for stats in (sequence.stats, self.metrics.speculation):
+                count_step(stats, depths, len(path), len(kept.token_ids))
         else:
             self.metrics.num_prompt_tokens += span.num_pending
-        self._emit(active, sequence, kept, logprobs, num_drafted=len(path))
+        self._emit(active, Committed(active.choices[sequence], kept, len(path), logprobs, self.clock()))
         if is_root and kept.reason is None:
             best = result.top_ids[span.first_logit : span.first_logit + 1 + len(span.tree)]
             self.drafting.observe(sequence, StepResult(span.tree, path, kept.token_ids, drawn.ids, best))
@@ -370,23 +426,9 @@ class Engine:
         choice = self._choice_of(sequence)
         return commit.cut(sequence, run, choice.text, choice.stops, self.scheduler.tokens_allowed(sequence))
 
-    def _logprobs(self, drawn: Drawn, rows: SequenceOf[int], result: ForwardResult) -> list[TokenLogprobs] | None:
-        """Of the ids drawn at these rows; asked for before anything is appended, since a draw's history is live."""
-        if not drawn.draws or drawn.draws[0].params.logprobs is None:
-            return None
-        return [token_logprobs(result.logits, drawn.draws[row], drawn.ids[row]) for row in rows]
-
-    def _emit(
-        self,
-        active: _Active,
-        sequence: Sequence,
-        kept: Cut,
-        logprobs: SequenceOf[TokenLogprobs] | None,
-        num_drafted: int,
-    ) -> None:
-        """Append the kept tokens, publish full pages, and turn the cut into events."""
-        now = self.clock()
-        choice = self._choice_of(sequence)
+    def _emit(self, active: _Active, committed: Committed) -> None:
+        """Append the kept tokens and publish full pages; what remains is to be told."""
+        choice, kept, sequence = committed.choice, committed.kept, committed.choice.sequence
         sequence.token_ids += kept.token_ids
         if choice.grammar is not None:
             choice.grammar.accept(kept.token_ids)
@@ -395,19 +437,15 @@ class Engine:
         if not active.started:
             active.started = True
             rule = verification_of(sequence, self.config.speculation)
-            self._events.append(commit.started(choice, self.config.numerics, rule, active.prompt_logprobs))
-        self._events.append(commit.delta(choice, kept, num_drafted, logprobs, now))
+            self._events.append(started(choice, self.config.numerics, rule, active.prompt_logprobs))
+        self._untold.append(committed)
         if kept.reason is not None:
-            self._finish(active, choice, kept, now)
+            self._finish(active, sequence)
 
-    def _finish(self, active: _Active, choice: Choice, kept: Cut, now: float) -> None:
-        sequence = choice.sequence
+    def _finish(self, active: _Active, sequence: Sequence) -> None:
         if not sequence.stats.num_drafts and sequence.stats.inactive_reason is None:
             sequence.stats.inactive_reason = self.controller.inactive_reason(sequence)
         self._drop(sequence)
         del active.choices[sequence]
         if not active.choices:
             del self._active[sequence.request.request_id]
-        end = commit.finished(choice, kept, now)
-        self.metrics.count_finish(end.reason)
-        self._events.append(end)

@@ -8,6 +8,7 @@ with prompt chunks, and those beyond every bucket, run the same computation call
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -149,6 +150,11 @@ class GpuRunner(PagedTensors):
     @torch.inference_mode()
     def forward(self, batch: StepBatch) -> ForwardResult:
         """Run all rows; K and V of every row are in the pool afterwards."""
+        return self.launch(batch)()
+
+    @torch.inference_mode()
+    def launch(self, batch: StepBatch) -> Callable[[], ForwardResult]:
+        """Put a forward into the device's queue. Its result holds until the next launch."""
         num_rows, num_draws = batch.num_rows, len(batch.logit_rows)
         bucket = self.bucket_of(batch)
         if bucket is None:
@@ -160,9 +166,13 @@ class GpuRunner(PagedTensors):
             captured.replay()
             inputs, outputs, first_finite = captured.static.inputs, self._static(), bucket.rows
         self.kept.write(inputs.slots[:num_rows], outputs.hidden[:num_rows], outputs.features[:, :num_rows])
-        told = outputs.told[: first_finite + num_rows].tolist()  # the wait
-        finite = [bool(flag) for flag in told[first_finite:]]
-        return ForwardResult(outputs.logits[:num_draws], finite, largest=told[:num_draws])
+
+        def wait() -> ForwardResult:
+            told = outputs.told[: first_finite + num_rows].tolist()
+            finite = [bool(flag) for flag in told[first_finite:]]
+            return ForwardResult(outputs.logits[:num_draws], finite, largest=told[:num_draws])
+
+        return wait
 
     def bucket_of(self, batch: StepBatch) -> Bucket | None:
         """The bucket of a step of roots and nodes; None for others, and for those that are too large."""

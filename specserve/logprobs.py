@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from specserve.batch import Span
 from specserve.events import TokenLogprobs
 from specserve.processors import Floats
 from specserve.sample import Draw, best_first, processed, survivors
@@ -48,6 +49,23 @@ def token_logprobs(logits: Tensor, draw: Draw, token_id: int) -> TokenLogprobs:
     return _report(_log_softmax(values), token_id, params.logprobs or 0, params.logprob_token_ids)
 
 
-def prompt_token_logprobs(logits: Tensor, row: int, token_id: int, num_top: int) -> TokenLogprobs:
-    """Log-probabilities, of raw logits, of the prompt token that follows the row's token."""
-    return _report(_log_softmax(logits[row].cpu().numpy()), token_id, num_top, ())
+def report_draws(
+    draws: Sequence[Draw], ids: Sequence[int], rows: Sequence[int], logits: Tensor
+) -> list[TokenLogprobs] | None:
+    """Of the ids drawn at these rows; asked for before anything is appended, since a draw's history is live."""
+    if not draws or draws[0].params.logprobs is None:
+        return None
+    return [token_logprobs(logits, draws[row], ids[row]) for row in rows]
+
+
+def report_prompt(known: list[TokenLogprobs | None], span: Span, logits: Tensor) -> None:
+    """Append the prompt tokens that follow this chunk's rows, by raw logits; recomputed rows are known already."""
+    sequence = span.sequence
+    num_top = sequence.request.params.prompt_logprobs
+    if span.prompt_logit is None or num_top is None:
+        return
+    start = sequence.table.cached_len
+    for position in range(max(start + 1, len(known)), min(start + span.num_pending + 1, sequence.prompt_len)):
+        row = span.prompt_logit + position - 1 - start
+        values = _log_softmax(logits[row].cpu().numpy())
+        known.append(_report(values, sequence.token_ids[position], num_top, ()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
 from specserve.events import SpeculationStats
@@ -33,7 +34,10 @@ class EngineMetrics:
     waits: dict[str, int] = field(default_factory=dict)
     speculation: SpeculationStats = field(default_factory=lambda: SpeculationStats(drafter="all"))
 
-    def count_finish(self, reason: str) -> None:
+    def count_finish(self, reason: str | None) -> None:
+        """None: it goes on."""
+        if reason is None:
+            return
         self.finished[reason] = self.finished.get(reason, 0) + 1
 
     def count_waits(self, names: Iterable[str]) -> None:
@@ -42,7 +46,7 @@ class EngineMetrics:
             self.waits[name] = self.waits.get(name, 0) + 1
 
 
-def count_step(stats: SpeculationStats, depths: list[int], num_accepted: int, num_committed: int) -> None:
+def count_step(stats: SpeculationStats, depths: SequenceOf[int], num_accepted: int, num_committed: int) -> None:
     """Count one step with a root row.
 
     Args:
@@ -61,8 +65,9 @@ def count_step(stats: SpeculationStats, depths: list[int], num_accepted: int, nu
     stats.num_draft_tokens += len(depths)
     stats.num_accepted_tokens += num_accepted
     grow = max(depths) - len(stats.drafted_per_position)
-    stats.drafted_per_position += [0] * grow
-    stats.accepted_per_position += [0] * grow
+    if grow > 0:
+        stats.drafted_per_position += [0] * grow
+        stats.accepted_per_position += [0] * grow
     drafted = stats.drafted_per_position
     for depth in depths:
         drafted[depth - 1] += 1

@@ -36,8 +36,10 @@ class DraftTree:
     def is_chain(self) -> bool:
         return self.parents == tuple(range(-1, len(self.parents) - 1))
 
-    def depths(self) -> list[int]:
+    def depths(self) -> SequenceOf[int]:
         """Depth of each node, 1 below the root."""
+        if self.is_chain:
+            return range(1, len(self) + 1)
         depths: list[int] = []
         for parent in self.parents:
             depths.append(1 if parent < 0 else depths[parent] + 1)
@@ -57,16 +59,18 @@ class DraftTree:
             return "has ids or parents that are not integers"
         if len(self.parents) != n or len(self.drafters) != n:
             return f"has {n} ids, {len(self.parents)} parents and {len(self.drafters)} drafters"
-        outside = [i for i in self.token_ids if not 0 <= i < vocab_size]
-        if outside:
-            at = self.token_ids.index(outside[0])
-            return f"node {at} has id {outside[0]}, outside the vocabulary of {vocab_size}"
+        if n and not 0 <= min(self.token_ids) <= max(self.token_ids) < vocab_size:
+            at, outside = next((at, i) for at, i in enumerate(self.token_ids) if not 0 <= i < vocab_size)
+            return f"node {at} has id {outside}, outside the vocabulary of {vocab_size}"
+        fault = None if self.is_chain else self._parents_fault()
+        return fault or (self._survival_fault() if self.survival else None)
+
+    def _parents_fault(self) -> str | None:
         wrong = [(i, parent) for i, parent in enumerate(self.parents) if not -1 <= parent < i]
         if wrong:
             return f"node {wrong[0][0]} has parent {wrong[0][1]}; allowed: -1 to {wrong[0][0] - 1}"
-        if len(set(zip(self.parents, self.token_ids, strict=True))) != n:
-            return "has two siblings with the same id"
-        return self._survival_fault() if self.survival else None
+        siblings_differ = len(set(zip(self.parents, self.token_ids, strict=True))) == len(self)
+        return None if siblings_differ else "has two siblings with the same id"
 
     def _survival_fault(self) -> str | None:
         if len(self.survival) != len(self):
@@ -82,8 +86,10 @@ class DraftTree:
 
         Ancestors precede and survive at least as surely, so the set stays closed.
         """
+        if len(self) <= min(max_nodes, max_depth):
+            return self
         depths = self.depths()
-        if len(self) <= max_nodes and max(depths, default=0) <= max_depth:
+        if len(self) <= max_nodes and max(depths) <= max_depth:
             return self
         order: SequenceOf[int] = range(len(self))
         if self.survival:

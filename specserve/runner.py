@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -28,6 +28,10 @@ class ForwardResult:
     finite: list[bool]
     top_ids: Sequence[Sequence[int]] = ()
     largest: Sequence[int] = ()
+
+
+# Starts a forward on a device that computes by itself; what it returns waits for the result. One at a time.
+Launch = Callable[[StepBatch], Callable[[], ForwardResult]]
 
 
 class Runner(Protocol):

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import NamedTuple
 
 from specserve.config import SchedulerConfig
 from specserve.pages import Move, PagePool
@@ -24,8 +25,7 @@ DRAFT_RESERVE_SLOTS = 65
 DRAFT_RESERVE_SHARE = 0.05
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedRows:
+class PlannedRows(NamedTuple):
     """Rows of one sequence: `num_pending` known tokens, then at most `node_cap` draft nodes up to `max_depth` deep.
 
     `draws`: the pending rows reach the end of `token_ids`, so a token is drawn from the last one.

@@ -24,6 +24,7 @@ class Wait(StrEnum):
     PENALTIES = "penalties"  # penalties, bias, bad words and allowed ids count prefixes on the host
     MIN_TOKENS = "min_tokens"  # ids that would end the answer are taken out of logits on the host
     LOGPROBS = "logprobs"  # rows of logits are read
+    STOP_STRINGS = "stop_strings"  # text is made and searched before the next plan, which needs to know who goes on
     PROMPT_LOGPROBS = "prompt_logprobs"  # rows of logits of the whole prompt are read
 
 
@@ -32,6 +33,8 @@ def waits_of(span: Span, choice: Choice) -> set[Wait]:
     found = {Wait.HOST_DRAFTER} if len(span.tree) else set()
     if span.prompt_logit is not None:
         found.add(Wait.PROMPT_LOGPROBS)
+    if span.draws and choice.text.searches:
+        found.add(Wait.STOP_STRINGS)
     if not span.draws or choice.plain:
         return found
     params = span.sequence.request.params

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -44,6 +44,7 @@ class HashRunner:
         self.fault_on: set[int] = set()
         self.raise_next: Exception | None = None
         self.num_compactions = 0
+        self._logits = torch.empty(0)
 
     def forward(self, batch: StepBatch) -> ForwardResult:
         if self.raise_next is not None:
@@ -60,6 +61,25 @@ class HashRunner:
             logits[i, next_token(contexts[row], self.vocab_size)] = 1.0
         finite = [not self.fault_on.intersection(context) for context in contexts]
         return ForwardResult(logits, finite)
+
+    def launch(self, batch: StepBatch) -> Callable[[], ForwardResult]:
+        """As a device would: done at once, but it is told, trouble included, when somebody waits for it.
+
+        Results share memory: the next launch spoils the logits of the last.
+        """
+        self._logits.fill_(float("nan"))
+        try:
+            result = self.forward(batch)
+            self._logits = result.logits
+        except RuntimeError as planted:
+            error = planted
+        else:
+            return lambda: result
+
+        def wait() -> ForwardResult:
+            raise error
+
+        return wait
 
     def _visible(self, batch: StepBatch, row: int) -> list[int]:
         rows = batch.attention

@@ -56,12 +56,12 @@ def make_drafter(name: str, config: SpeculationConfig, forward: Forward | None) 
             raise ValueError(f"no drafter is called {name!r}")
 
 
-def make_auto(drafters: Mapping[str, Drafter], forward: Forward | None) -> Drafter:
+def make_auto(drafters: Mapping[str, Drafter], forward: Forward | None, clock: Callable[[], float]) -> Drafter:
     """The drafter that merges those of these that are worth merging: model-free ones, and an EAGLE head."""
     from specserve_drafts.auto import AutoDrafter
 
     parts = [drafters[name] for name in ("prediction", "suffix", "eagle", "recycling") if name in drafters]
-    return AutoDrafter(parts, 1 << 31 if forward is None else forward.decoder.config.vocab_size)
+    return AutoDrafter(parts, 1 << 31 if forward is None else forward.decoder.config.vocab_size, clock)
 
 
 def head_lines(drafters: Mapping[str, Drafter], encode: Callable[[str], Sequence[int]]) -> list[str]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from time import perf_counter
+from time import monotonic
 
 from specserve.config import SAMPLING_DRAFTERS
 from specserve.proposal import Drafter, DraftRow, DraftTree, StepResult
@@ -53,7 +53,7 @@ class AutoDrafter:
 
     name = "auto"
 
-    def __init__(self, parts: Sequence[Drafter], vocab_size: int, clock: Callable[[], float] = perf_counter) -> None:
+    def __init__(self, parts: Sequence[Drafter], vocab_size: int, clock: Callable[[], float] = monotonic) -> None:
         self.parts = tuple(parts)
         self.wants_top_ids = any(part.wants_top_ids for part in parts)
         self.num_faults = 0

@@ -30,16 +30,18 @@ class _Table:
     def extend(self, tokens: Sequence[int]) -> None:
         """Take in every n-gram whose next token is known by now."""
         for end in range(self.covered + 1, len(tokens)):
+            window = tuple(tokens[max(end - self.sizes.start, 0) : end])
             for size in self.sizes:
                 if size <= end:
-                    self.after[tuple(tokens[end - size : end])] = end
+                    self.after[window[-size:]] = end
         self.covered = max(self.covered, len(tokens) - 1)
 
     def match(self, tokens: Sequence[int]) -> tuple[int, int] | None:
         """Size of the longest matching end of `tokens`, and position of the token that followed it."""
+        window = tuple(tokens[-self.sizes.start :])
         for size in self.sizes:
             if size <= len(tokens):
-                found = self.after.get(tuple(tokens[len(tokens) - size :]))
+                found = self.after.get(window[-size:])
                 if found is not None:
                     return size, found
         return None

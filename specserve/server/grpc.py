@@ -373,6 +373,7 @@ class ModelServicer(pb_grpc.ModelServiceServicer):
             step_time=_duration(1e3 * metrics.step_seconds),
             draft_time=_duration(1e3 * metrics.draft_seconds),
             verify_time=_duration(1e3 * metrics.verify_seconds),
+            waits=metrics.waits,
         )
 
     async def _served(self, context: Any) -> Served:

@@ -352,7 +352,14 @@ class GetStatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatsResponse(_message.Message):
-    __slots__ = ("num_forwards", "num_prompt_tokens", "num_cached_tokens", "num_output_tokens", "num_preemptions", "speculation", "step_time", "draft_time", "verify_time")
+    __slots__ = ("num_forwards", "num_prompt_tokens", "num_cached_tokens", "num_output_tokens", "num_preemptions", "speculation", "step_time", "draft_time", "verify_time", "waits")
+    class WaitsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     NUM_FORWARDS_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -362,6 +369,7 @@ class GetStatsResponse(_message.Message):
     STEP_TIME_FIELD_NUMBER: _ClassVar[int]
     DRAFT_TIME_FIELD_NUMBER: _ClassVar[int]
     VERIFY_TIME_FIELD_NUMBER: _ClassVar[int]
+    WAITS_FIELD_NUMBER: _ClassVar[int]
     num_forwards: int
     num_prompt_tokens: int
     num_cached_tokens: int
@@ -371,4 +379,5 @@ class GetStatsResponse(_message.Message):
     step_time: _duration_pb2.Duration
     draft_time: _duration_pb2.Duration
     verify_time: _duration_pb2.Duration
-    def __init__(self, num_forwards: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., speculation: _Optional[_Union[SpeculationStats, _Mapping]] = ..., step_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., draft_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., verify_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    waits: _containers.ScalarMap[str, int]
+    def __init__(self, num_forwards: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., speculation: _Optional[_Union[SpeculationStats, _Mapping]] = ..., step_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., draft_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., verify_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., waits: _Optional[_Mapping[str, int]] = ...) -> None: ...

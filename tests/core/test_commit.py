@@ -37,9 +37,10 @@ def run(text: str, seq: Sequence, eos: tuple[int, ...] = (25,), allowed: int = 9
     answer = AnswerText(Letters(), seq.request.params)
     ids = [ord(c) - ord("a") for c in text]
     kept = cut(seq, ids, answer, stop_ids(seq.request.params, eos), allowed)
-    tail = "" if isinstance(kept.stop_match, str) else answer.flush()
     kept_text = "".join(chr(ord("a") + i) for i in kept.token_ids)
-    return kept_text, "".join(kept.texts) + tail, kept.reason, kept.stop_match
+    texts = answer.push_all(kept.token_ids) if kept.texts is None else kept.texts
+    tail = "" if isinstance(kept.stop_match, str) else answer.flush()
+    return kept_text, "".join(texts) + tail, kept.reason, kept.stop_match
 
 
 def test_eos_inside_the_run_drops_what_follows() -> None:

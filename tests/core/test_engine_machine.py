@@ -48,9 +48,18 @@ class EngineMachine(RuleBasedStateMachine):
         prefix=st.booleans(),
         seed=st.integers(0, 1000),
         truth=st.sampled_from([0.0, 0.5, 0.9, 1.0]),
+        ahead=st.booleans(),
     )
     def build(
-        self, num_pages: int, page_size: int, max_num_seqs: int, chunk: int, prefix: bool, seed: int, truth: float
+        self,
+        num_pages: int,
+        page_size: int,
+        max_num_seqs: int,
+        chunk: int,
+        prefix: bool,
+        seed: int,
+        truth: float,
+        ahead: bool,
     ) -> None:
         self.now = 0.0
         self.failed = False
@@ -74,8 +83,9 @@ class EngineMachine(RuleBasedStateMachine):
         self.drafter = HashTreeDrafter(seed, VOCAB, truth)
         controller = Controller(config.speculation)
         drafters = {"hashtree": self.drafter}
+        launch = self.runner.launch if ahead else None
         self.engine = Engine(
-            config, limits, self.runner, load("torch"), Plain(), drafters, controller, lambda: self.now
+            config, limits, self.runner, load("torch"), Plain(), drafters, controller, lambda: self.now, launch
         )
         self.requests: dict[str, Request] = {}
         self.answers: dict[str, dict[int, list[int]]] = {}
@@ -200,7 +210,7 @@ class EngineMachine(RuleBasedStateMachine):
         """
         limits = self.engine.limits
         longest = min(limits.max_model_len, limits.pool_tokens)
-        return 2 + sum(2 * longest * request.params.n for request in self.requests.values())
+        return 3 + sum(2 * longest * request.params.n for request in self.requests.values())
 
     def _step(self) -> None:
         self.failed = True  # a failure here must not be hidden by what teardown would find after it

@@ -32,9 +32,10 @@ def run(folder: Any, drafter: str = "off", **params: Any) -> tuple[dict[str, int
         ({"frequency_penalty": 0.5}, {Wait.PENALTIES: NUM_TOKENS}),
         ({"logit_bias": {5: 1.0}, "logprobs": 2}, {Wait.PENALTIES: NUM_TOKENS, Wait.LOGPROBS: NUM_TOKENS}),
         ({"min_tokens": 4, "ignore_eos": False}, {Wait.MIN_TOKENS: 4}),
+        ({"stop": ("never said",)}, {Wait.STOP_STRINGS: NUM_TOKENS}),
         ({"prompt_logprobs": 0}, {Wait.PROMPT_LOGPROBS: 1}),
     ],
-    ids=["plain", "sampled", "penalties", "bias and logprobs", "min tokens", "prompt"],
+    ids=["plain", "sampled", "penalties", "bias and logprobs", "min tokens", "stop", "prompt"],
 )
 def test_each_is_counted(tiny_llama: TinyLlama, params: dict[str, Any], expected: dict[str, int]) -> None:
     waits, steps = run(tiny_llama(), **params)

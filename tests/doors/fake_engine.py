@@ -43,7 +43,7 @@ class FakeEngine:
 
     def __init__(self) -> None:
         self.clock = time.monotonic
-        self.metrics = EngineMetrics(num_preemptions=3, num_cached_tokens=32)
+        self.metrics = EngineMetrics(num_preemptions=3, num_cached_tokens=32, waits={"grammar": 2})
         self.may_step = threading.Event()
         self.may_step.set()
         self.fault: Exception | None = None

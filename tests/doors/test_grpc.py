@@ -124,6 +124,7 @@ def test_stats_are_the_engine_s_counters() -> None:
         engine.metrics.speculation.num_steps = 1 << 39
         stats = await client.model.GetStats(pb.GetStatsRequest())
         assert (stats.num_preemptions, stats.num_cached_tokens, stats.num_prompt_tokens) == (3, 32, 0)
+        assert dict(stats.waits) == {"grammar": 2}
         assert (stats.speculation.num_committed_tokens, stats.speculation.acceptance_length) == (1 << 40, 2.0)
 
     over_grpc(body)

@@ -10,7 +10,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -65,15 +65,23 @@ class Both:
         self.num_padded = 0
 
     def forward(self, batch: StepBatch) -> ForwardResult:
+        return self.launch(batch)()
+
+    def launch(self, batch: StepBatch) -> Callable[[], ForwardResult]:
         bucket = self.gpu.bucket_of(batch)
         self.buckets.append(bucket)
         self.num_padded += bucket is not None and bucket.rows > batch.num_rows
-        found, expected = self.gpu.forward(batch), self.cpu.forward(batch)
-        assert torch.equal(bits(found.logits), bits(expected.logits))
-        assert found.finite == expected.finite
-        assert list(found.largest) == expected.logits.argmax(1).tolist()
-        self.compare()
-        return found
+        wait, expected = self.gpu.launch(batch), self.cpu.forward(batch)
+
+        def compared() -> ForwardResult:
+            found = wait()
+            assert torch.equal(bits(found.logits), bits(expected.logits))
+            assert found.finite == expected.finite
+            assert list(found.largest) == expected.logits.argmax(1).tolist()
+            self.compare()
+            return found
+
+        return compared
 
     def apply(self, moves: Sequence[Move], *, copies: bool = False) -> None:
         for runner in (self.gpu, self.cpu):
@@ -108,11 +116,14 @@ def drafter_of(name: str, answers: dict[str, list[int]]) -> CountingDrafter | st
     return OracleDrafter(answers) if name == "chain" else RandomTreeDrafter(3, 250, answers, true_share=0.8)
 
 
-@pytest.mark.parametrize("drafts", ["off", "chain", "tree"])
-def test_steps_have_the_bits_of_the_cpu_runner(folder: Path, answers: dict[str, list[int]], drafts: str) -> None:
+@pytest.mark.parametrize(("drafts", "ahead"), [("off", True), ("chain", False), ("tree", False), ("tree", True)])
+def test_steps_have_the_bits_of_the_cpu_runner(
+    folder: Path, answers: dict[str, list[int]], drafts: str, ahead: bool
+) -> None:
     harness = EngineHarness(folder, drafter_of(drafts, answers), num_draft_tokens=3, **OPTIONS)
     both = Both(folder)
     harness.engine._runner, harness.engine._ops = both, both.gpu.ops
+    harness.engine._ahead = both.launch if ahead else None
     asked = requests()
     assert harness.run(asked).full(asked) == answers
     used = {bucket for bucket in both.buckets if bucket is not None}

@@ -27,9 +27,10 @@ TABLE: dict[str, frozenset[str]] = {
     "metrics": PURE_ROWS,
     "trace": PURE_ROWS,
     "answertext": PURE_ROWS,
-    "logprobs": PURE_ROWS | {"processors", "sample", TORCH},
+    "logprobs": PURE_ROWS | {"batch", "processors", "sample", TORCH},
     "choice": PURE_ROWS | {"answertext", "processors", "grammar"},
-    "commit": PURE_ROWS | {"answertext", "choice", "metrics"},
+    "commit": PURE_ROWS | {"answertext"},
+    "publish": PURE_ROWS | {"choice", "commit"},
     "drafting": PURE_ROWS | {"metrics", "trace"},
     "models": frozenset({"config", "errors", "specserve_kernels", TORCH}),
     "runner": PURE_ROWS | {"batch", "kept", "models", "specserve_kernels", TORCH},
@@ -44,8 +45,8 @@ TABLE: dict[str, frozenset[str]] = {
     "waits": PURE_ROWS | {"batch", "block", "choice", "processors"},
     "drawing": PURE_ROWS | {"choice", "batch", "block", "processors", "sample", "commit", "metrics", "waits"},
     "engine": PURE_ROWS
-    | {"batch", "processors", "sample", "logprobs", "drawing", "verify", "answertext", "choice", "commit", "drafting"}
-    | {"grammar", "metrics", "trace"},
+    | {"batch", "processors", "sample", "logprobs", "drawing", "verify", "answertext", "choice", "commit", "publish"}
+    | {"drafting", "grammar", "metrics", "trace"},
     "sweep": PURE_ROWS | {"batch", "runner", "engine"},
     "v1": frozenset(),
     "provenance": frozenset(),
