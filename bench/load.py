@@ -1,11 +1,11 @@
-"""Does speculation ever cost? A closed loop of 1 to 64 streams in process, with drafts and without, step by step.
+"""Does speculation ever cost? A closed loop of 1 to 64 streams in process, without drafts and with, step by step.
 
-At every level two engines answer the same list of requests, one with speculation off and one with the drafter. Their
-steps take turns: whichever has answered less of its list goes next, so that a slow moment of the machine hits both
-alike, and each engine's clock stands still while the other works. The list is as long as `--seconds` need without
-speculation. The ratio of throughputs (drafter / off) of each pair is taken, and of these the median with its 90 %
-bootstrap interval. Each pair has cache salts of its own. `--wrong` puts a drafter that is never right in the drafter's
-seat. `--plot FILE` measures nothing: it draws what the last runs of both kinds wrote.
+At every level three engines answer the same list of requests: one with speculation off, one with the drafter, and one
+with a drafter that is never right. Their steps take turns: whichever has answered least of its list goes next, so that
+a slow moment of the machine hits all alike, and each engine's clock stands still while others work. The list is as long
+as `--seconds` need without speculation; answers end at half to one and a half times `--tokens`, so that they do not all
+end in one step. The ratio of throughputs (drafter / off) of each run is taken, and of these the median with its 90 %
+bootstrap interval. Each run has cache salts of its own. `--plot FILE` measures nothing: it draws the last results.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import json
 import math
 import random
 import statistics
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -92,30 +91,37 @@ class StepClock:
 
 @dataclass(frozen=True, slots=True)
 class Stand:
-    """An engine and its clock."""
+    """An engine, its clock, and the drafter that requests ask for."""
 
     built: Built
     clock: StepClock
+    drafter: str
 
     @classmethod
-    def of(cls, config: EngineConfig) -> Stand:
+    def of(cls, config: EngineConfig, drafter: str) -> Stand:
         clock = StepClock()
         with clock.running():
-            return cls(build(config, clock=clock), clock)
+            return cls(build(config, clock=clock), clock, drafter)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One request of the list: a prompt, and how many tokens its answer has."""
+
+    prompt: Sequence[int]
+    num_tokens: int
 
 
 class Loop:
-    """One engine's closed loop over a list of prompts."""
+    """One engine's closed loop over a list of requests."""
 
-    def __init__(
-        self, stand: Stand, prompts: Sequence[Sequence[int]], streams: int, drafter: str, num_tokens: int
-    ) -> None:
+    def __init__(self, stand: Stand, work: Sequence[Asked], streams: int) -> None:
         self.tokens = 0
-        self._engine, self._drafter, self._num_tokens = stand.built.engine, drafter, num_tokens
+        self._engine, self._drafter = stand.built.engine, stand.drafter
         self._clock, self._from = stand.clock, stand.clock()
         self._salt = fresh_salt()
-        self._waiting = list(reversed(prompts))
-        self._total = len(prompts) * num_tokens
+        self._waiting = list(reversed(work))
+        self._total = sum(asked.num_tokens for asked in work)
         self._free = streams
         self._ttft: list[float] = []
         before = self._engine.metrics.speculation
@@ -130,8 +136,8 @@ class Loop:
         with self._clock.running():
             for _ in range(min(self._free, len(self._waiting))):
                 self._free -= 1
-                prompt, now = self._waiting.pop(), self._clock()
-                request = greedy_request(prompt, self._drafter, self._num_tokens, salt=self._salt, now=now)
+                asked, now = self._waiting.pop(), self._clock()
+                request = greedy_request(asked.prompt, self._drafter, asked.num_tokens, salt=self._salt, now=now)
                 self._engine.submit(request)
             events = self._engine.step()
         for event in events:
@@ -170,41 +176,42 @@ def interval(ratios: Sequence[float], rng: random.Random, share: float = 0.9) ->
     return found[int(edge * len(found))], found[min(int((1 - edge) * len(found)), len(found) - 1)]
 
 
-def measure_level(engines: dict[str, Stand], prompts: Sequence[Sequence[int]], streams: int, options: Any) -> Any:
-    """All pairs of one level, and what they say."""
-    tokens = options.tokens
-    first = [prompts[i % len(prompts)] for i in range(2 * streams)]
-    (probe,) = run([Loop(engines["off"], first, streams, "off", tokens)])
+def measure_level(
+    stands: dict[str, Stand], prompts: Sequence[Sequence[int]], streams: int, options: Any
+) -> list[dict[str, Outcome]]:
+    """All runs of one level, by contestant."""
+    rng = random.Random(options.seed)
+    lengths = [rng.randint(options.tokens // 2, options.tokens * 3 // 2) for _ in prompts]
+    asked = list(map(Asked, prompts, lengths))
+    first = [asked[i % len(asked)] for i in range(2 * streams)]
+    (probe,) = run([Loop(stands["off"], first, streams)])
     count = max(2 * streams, round(2 * streams * options.seconds / probe.seconds))
-    work = [prompts[i % len(prompts)] for i in range(count)]
-    pairs: list[dict[str, Outcome]] = []
-    for pair in range(options.pairs):
-        loops = [Loop(stand, work, streams, name, tokens) for name, stand in engines.items()]
-        found = dict(zip(engines, run(loops), strict=True))
-        pairs.append(found)
-        plain, drafting = found["off"].throughput, found[options.drafter].throughput
-        print(
-            f"{streams} streams, pair {pair + 1} of {options.pairs}: off {plain:.0f} tokens/s,"
-            f" {options.drafter} {drafting:.0f} ({drafting / plain:.3f})",
-            file=sys.stderr,
-        )
-    ratios = [found[options.drafter].throughput / found["off"].throughput for found in pairs]
+    work = [asked[i % len(asked)] for i in range(count)]
+    runs = []
+    for number in range(options.runs):
+        found = dict(zip(stands, run([Loop(stand, work, streams) for stand in stands.values()]), strict=True))
+        runs.append(found)
+        told = ", ".join(f"{name} {outcome.throughput:.0f}" for name, outcome in found.items())
+        print(f"{streams} streams, {count} requests, run {number + 1} of {options.runs}: tokens/s {told}", flush=True)
+    return runs
+
+
+def compared(streams: int, runs: list[dict[str, Outcome]], name: str) -> dict[str, Any]:
+    """A contestant beside plain decoding, at one level."""
+    ratios = [found[name].throughput / found["off"].throughput for found in runs]
     low, high = interval(ratios, random.Random(0))
-    on = [found[options.drafter] for found in pairs]
+    on = [found[name] for found in runs]
     return {
         "streams": streams,
-        "requests": count,
-        "off tokens/s": statistics.median(found["off"].throughput for found in pairs),
+        "off tokens/s": statistics.median(found["off"].throughput for found in runs),
         "on tokens/s": statistics.median(outcome.throughput for outcome in on),
         "ratio": statistics.median(ratios),
         "low": low,
         "high": high,
         "drafted a step": sum(outcome.drafted for outcome in on) / sum(outcome.steps for outcome in on),
         "acceptance length": 1 + sum(outcome.accepted for outcome in on) / sum(outcome.steps for outcome in on),
-        "ttft ratio": statistics.median(
-            found[options.drafter].mean_ttft_ms / found["off"].mean_ttft_ms for found in pairs
-        ),
-        "pairs": [{name: asdict(outcome) for name, outcome in found.items()} for found in pairs],
+        "ttft ratio": statistics.median(found[name].mean_ttft_ms / found["off"].mean_ttft_ms for found in runs),
+        "runs": [{who: asdict(found[who]) for who in ("off", name)} for found in runs],
     }
 
 
@@ -212,19 +219,21 @@ def measure(options: argparse.Namespace) -> None:
     config = EngineConfig.from_options(
         model=options.model, max_num_seqs=max(options.levels), drafter=options.drafter, kv_cache_gib=2.5
     )
-    engines = {"off": Stand.of(config), options.drafter: Stand.of(config)}
-    built = engines[options.drafter].built
-    if options.wrong:
-        built.engine.drafting.drafters[options.drafter] = WrongDrafter(options.wrong_id)
+    stands = {name: Stand.of(config, name) for name in ("off", options.drafter)}
+    stands["wrong"] = wrong = Stand.of(config, options.drafter)
+    wrong.built.engine.drafting.drafters[options.drafter] = WrongDrafter(options.wrong_id)
+    built = wrong.built
     texts = [prompt for _, prompt in read_prompts(options.dataset)]
     random.Random(options.seed).shuffle(texts)
     prompts = [cut(chat_ids(built, text), MAX_PROMPT_TOKENS) for text in texts]
-    rows = [measure_level(engines, prompts, level, options) for level in options.levels]
-    columns = [name for name in rows[0] if name != "pairs"]
-    title = f"Closed loop, {'a drafter that is never right' if options.wrong else options.drafter} against off"
-    tables = {title: table(columns, [[row[name] for name in columns] for row in rows])}
-    record = {"dataset": options.dataset.name, "drafter": options.drafter, "wrong": options.wrong, "levels": rows}
-    write("load_wrong" if options.wrong else "load", record, tables, built.environment, seed=options.seed)
+    levels = {level: measure_level(stands, prompts, level, options) for level in options.levels}
+    titles = {options.drafter: "load", "wrong": "load_wrong"}
+    for name, file in titles.items():
+        rows = [compared(level, runs, name) for level, runs in levels.items()]
+        columns = [column for column in rows[0] if column != "runs"]
+        tables = {f"Closed loop, {name} against off": table(columns, [[row[c] for c in columns] for row in rows])}
+        record = {"dataset": options.dataset.name, "drafter": name, "levels": rows}
+        write(file, record, tables, built.environment, seed=options.seed)
 
 
 # ---- the plot
@@ -287,12 +296,11 @@ def main() -> None:
     parser.add_argument("--drafter", default="auto")
     parser.add_argument("--dataset", type=Path, default=PROMPTS)
     parser.add_argument("--levels", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64], metavar="STREAMS")
-    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=30.0, help="of one run without speculation, about")
-    parser.add_argument("--tokens", type=int, default=128, help="length of an answer")
+    parser.add_argument("--tokens", type=int, default=128, help="length of an answer, on average")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--wrong", action="store_true", help="a drafter that is never right")
-    parser.add_argument("--wrong-id", type=int, default=4, help="the id that it drafts")
+    parser.add_argument("--wrong-id", type=int, default=4, help="the id that the wrong drafter drafts")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the last results as SVG, and measure nothing")
     options = parser.parse_args()
     if options.plot is not None:

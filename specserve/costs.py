@@ -74,9 +74,9 @@ class StepCosts:
         return added + [beyond + n * row for n in range(num_rows + len(added), num_rows + count + 1)]
 
     def corrected(self, factors: Sequence[float]) -> StepCosts:
-        """With each tile of the curve so many times as long; it still never falls."""
+        """With each tile of the curve so many times as long; it still never falls. Rows beyond it are like its last."""
         seconds = [value * factors[max(n - 1, 0) // TILE] for n, value in enumerate(self.curve)]
-        return replace(self, curve=tuple(accumulate(seconds, max)))
+        return replace(self, curve=tuple(accumulate(seconds, max)), row=self.row * factors[-1])
 
     def seconds(self, load: StepLoad) -> float:
         """What a step with this load takes on the machine as it was measured."""
@@ -109,7 +109,8 @@ class FollowedCosts:
     corrected tile by tile. Sizes that do not alternate tell nothing: they would compare two states of the machine.
     """
 
-    WINDOW, NEAR, RATE, REFRESH = 31, 16, 0.1, 8  # steps, but for the rate
+    WINDOW, NEAR, REFRESH = 31, 16, 8  # steps
+    RATE, MOST = 0.1, 1.4  # of a comparison, and how far off it counts as being
 
     def __init__(self, measured: StepCosts) -> None:
         self.measured = measured
@@ -133,7 +134,11 @@ class FollowedCosts:
         if others:
             off = ratio / self.factors[tile] / median(others)
             rate = self.RATE * len(others) / self.NEAR
-            self.factors[tile] *= 1.0 + rate * (min(max(off, 0.7), 1.4) - 1.0)
+            change = min(max(off, 1.0 / self.MOST), self.MOST) ** rate
+            # what one tile gains the others lose: steps stall and never hurry, and all factors would creep upwards
+            tiles = {tile, *(i for i, _ in near)}
+            for i in tiles:
+                self.factors[i] *= change ** ((i == tile) - 1.0 / len(tiles))
         self._ratios.append((tile, ratio))
         self._count += 1
         if self._count % self.REFRESH == 0 or self._count < self.REFRESH:

@@ -92,6 +92,22 @@ def test_sizes_that_alternate_correct_the_shape() -> None:
     assert followed.now.seconds(load) * followed.scale == pytest.approx(2.0 * true.seconds(load), rel=0.04)
 
 
+def test_stalls_do_not_make_the_shape_creep() -> None:
+    """Every tenth step takes up to twice as long, whatever its size: nothing is to be learned from that."""
+    rng, followed = random.Random(0), FollowedCosts(COSTS)
+    for step in range(5000):
+        load = StepLoad(12, num_nodes=10 if step % 3 else 0)
+        stall = rng.uniform(1.0, 2.0) if rng.random() < 0.1 else 1.0
+        followed.follow(load, COSTS.seconds(load) * rng.uniform(0.95, 1.05) * stall)
+    assert followed.factors == pytest.approx([1.0] * len(followed.factors), abs=0.05)
+    assert followed.scale == pytest.approx(1.0, rel=0.05)
+
+
+def test_rows_beyond_the_curve_are_corrected_like_its_last_tile() -> None:
+    true = COSTS.corrected([1.0, 1.0, 1.0, 1.5])
+    assert true.rows(80) - true.rows(64) == pytest.approx(1.5 * (COSTS.rows(80) - COSTS.rows(64)))
+
+
 def drafted(num_trees: int, seconds: float, num_nodes: int = 0, num_new: int = 0) -> Drafted:
     return Drafted(num_trees, num_nodes, num_new, seconds)
 
