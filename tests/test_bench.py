@@ -11,6 +11,7 @@ import json
 import statistics
 import struct
 import sys
+import time
 import zlib
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -503,6 +504,31 @@ def test_step(scripts: Path, tiny_llama: TinyLlama) -> None:
     assert all({"torch", "library", "torch_ratio"} <= set(row) for row in found["exact"])
     assert set(found["sampling"]["shares"]) == {"greedy", "T = 0.8", "T = 0.8, top-k 50, top-p 0.9"}
     assert all(host["ms"] > host["of that writing"] > 0 for host in found["host"].values())
+
+
+def test_load(scripts: Path, tiny_llama: TinyLlama, tmp_path: Path) -> None:
+    """Three engines in turns, each on a clock of its own; then the plot of what they wrote."""
+    load = _script("load")
+    dataset = tmp_path / "prompts.jsonl"
+    dataset.write_text("".join(json.dumps({"prompt": f"{word} " * 9}) + "\n" for word in ("one", "two", "three")))
+    options = argparse.Namespace(
+        model=str(tiny_llama(max_positions=512)), drafter="auto", dataset=dataset, levels=[1, 2], runs=2, seconds=0.0,
+        tokens=6, seed=0, wrong_id=7,
+    )  # fmt: skip
+    began = time.perf_counter()
+    with torch.inference_mode():
+        load.measure(options)
+    took = time.perf_counter() - began
+    for name in ("load", "load_wrong"):
+        levels = json.loads((scripts / f"{name}.json").read_text())["levels"]
+        assert [row["streams"] for row in levels] == [1, 2]
+        assert all(row["low"] <= row["ratio"] <= row["high"] for row in levels)
+        outcomes = [outcome for row in levels for found in row["runs"] for outcome in found.values()]
+        assert len(outcomes) == 8 and len({outcome["tokens"] for outcome in outcomes[:4]}) == 1
+        assert 0 < sum(outcome["seconds"] for outcome in outcomes) < took
+    load.FOLDER = scripts
+    load.plot(tmp_path / "plot.svg")
+    assert (tmp_path / "plot.svg").read_text().count("<path") > 4
 
 
 def test_library_operations_compute_the_same(scripts: Path, tiny_llama: TinyLlama) -> None:

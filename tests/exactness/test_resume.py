@@ -31,7 +31,9 @@ class Stand:
     def __init__(self, folder: Path, drafter: str) -> None:
         self.pause = 0
         self._drafter = drafter
-        harness = EngineHarness(folder, drafter, num_draft_tokens=NODES, max_num_seqs=NUM_PROMPTS, debug=False)
+        harness = EngineHarness(
+            folder, drafter, num_draft_tokens=NODES, max_num_seqs=NUM_PROMPTS, num_pages=1024, debug=False
+        )
         self._harness, drafting = harness, harness.engine.drafting
         auto = drafting.drafters["auto"]
         if isinstance(auto, AutoDrafter):  # what a part costs on this machine is not the question here
