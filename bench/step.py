@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -316,6 +317,8 @@ def host_overhead(folder: Any, prompts: list[str], num_tokens: int) -> dict[str,
     options |= {"max_num_batched_tokens": 512 * len(prompts)}  # all begin in one step
     built = build(EngineConfig.from_options(model=str(folder), **options))
     engine = built.engine
+    gc.collect()
+    gc.freeze()  # as `specserve serve` does
     requests, longest = {}, min(512, engine.limits.max_model_len - num_tokens)
     for index, text in enumerate(prompts):
         params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)

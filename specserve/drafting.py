@@ -59,7 +59,7 @@ def view_of(sequence: Sequence, samples: bool = False) -> DraftRow:
 class Drafting:
     """The drafters of an engine by name, and which sequences they know.
 
-    `seconds`: what drafting has taken in this step so far, `spent` by each drafter.
+    `seconds`: what drafting has taken in this step so far.
     """
 
     def __init__(
@@ -72,7 +72,8 @@ class Drafting:
     ) -> None:
         self.drafters = dict(drafters)
         self.seconds = 0.0
-        self.spent: dict[str, Drafted] = {}
+        self._spent: dict[str, float] = {}  # seconds of each drafter that was asked in this step
+        self._drafted: dict[str, Drafted] = {}
         self.trace = Trace()
         self._controller = controller
         self._vocab_size = vocab_size
@@ -89,7 +90,7 @@ class Drafting:
         """One valid tree per plan, within its cap and depth; many are empty."""
         began = self._clock()
         trees = [EMPTY_TREE] * len(plans)
-        self.seconds, self.spent = 0.0, {}
+        self.seconds, self._spent, self._drafted = 0.0, {}, {}
         self._asked.clear()
         self._contexts = [plan.sequence.table.cached_len for plan in plans]
         self._num_accepted = self._metrics.speculation.num_accepted_tokens
@@ -100,10 +101,10 @@ class Drafting:
                 self._asked.add(plan.sequence)
         for name, group in by_drafter.items():
             num_new = sum(plans[i].sequence.num_asked < FEW_CALLS for i in group)
-            self.spent[name] = Drafted(len(group), 0, num_new, 0.0)
+            self._spent[name] = 0.0
             for i, tree in self._ask(self.drafters[name], plans, group):
                 trees[i] = tree
-            self.spent[name] = self.spent[name]._replace(num_nodes=sum(len(trees[i]) for i in group))
+            self._drafted[name] = Drafted(len(group), sum(len(trees[i]) for i in group), num_new, 0.0)
             began = self.charge(name, began)
         self._num_proposed = sum(map(len, trees))
         if by_drafter:
@@ -114,10 +115,8 @@ class Drafting:
     def charge(self, name: str, began: float) -> float:
         """Put the time since `began` to a drafter's account; returns the time."""
         now = self._clock()
-        spent = self.spent[name]
-        self.spent[name] = spent._replace(seconds=spent.seconds + now - began)
+        self._spent[name] += now - began
         self.seconds += now - began
-        self._metrics.draft_seconds += now - began
         return now
 
     def _ask(
@@ -168,7 +167,7 @@ class Drafting:
 
     def wants_top_ids(self) -> str | None:
         """A drafter that was asked in this step and learns from the target's best ids, if there is one."""
-        wanting = (name for name in self.spent if self.drafters[name].wants_top_ids)
+        wanting = (name for name in self._spent if self.drafters[name].wants_top_ids)
         return next(wanting, None)
 
     def observe(self, sequence: Sequence, step: StepResult) -> None:
@@ -198,7 +197,9 @@ class Drafting:
             num_sampled=sum(1 + nodes[i] for i in roots if not plans[i].sequence.request.params.greedy),
         )
         seconds -= self.seconds
-        predicted = self._controller.measured(load, seconds, self.spent)
+        self._metrics.draft_seconds += self.seconds
+        spent = {name: drafted._replace(seconds=self._spent[name]) for name, drafted in self._drafted.items()}
+        predicted = self._controller.measured(load, seconds, spent)
         self.trace.add(
             StepTrace(
                 num_sequences=load.num_sequences,

@@ -23,7 +23,7 @@ from specserve.metrics import EngineMetrics
 from specserve.processors import Floats
 from specserve.request import SamplingParams, Sequence
 from specserve.sample import STUCK, Draw, draw_tokens, largest_ids, processed, survivors
-from specserve.waits import waits_of
+from specserve.waits import waits_in
 
 if TYPE_CHECKING:
     from specserve_kernels import Ops
@@ -50,7 +50,7 @@ def draw_step(
     step: StepBatch, result: ForwardResult, masks: Masks, choice_of: ChoiceOf, ops: Ops, metrics: EngineMetrics
 ) -> dict[Sequence, Drawn]:
     """Draw a token at every row that may need one; `masks` are what grammars allow, [1 + nodes, vocab]."""
-    metrics.count_waits({wait for span in step.spans for wait in waits_of(span, choice_of(span.sequence))})
+    metrics.count_waits(waits_in(step.spans, choice_of))
     drawn = _draw_greedy(step, result, choice_of)
     for span in step.spans:
         if isinstance(span.tree, SampledChain) and span.tree.token_ids:

@@ -72,7 +72,7 @@ class _Active:
 
 @dataclass(frozen=True, slots=True)
 class _Flight:
-    """A step that was launched at engine time `began`; `wait` hands out its result."""
+    """A step that began and was launched at these engine times; `wait` waits for its result, if it must."""
 
     plan: StepPlan
     trees: list[DraftTree]
@@ -80,6 +80,7 @@ class _Flight:
     masks: Masks
     wait: Callable[[], ForwardResult]
     began: float
+    launched: float
 
 
 def _as_fault(exc: Exception) -> SpecserveError:
@@ -253,13 +254,12 @@ class Engine:
             step = batch.build(plan.rows, trees)
             launched = self.clock()
             wait = self._forward(step) if self._ahead is None else self._ahead(step)
-            self.metrics.verify_seconds += self.clock() - launched
         except Exception as exc:
             return self._fail_step(plan, exc)
         for sequence in plan.admitted:
             self.metrics.num_cached_tokens += sequence.table.cached_len
         self.metrics.num_copied_slots += len(plan.copies)
-        self._flight = _Flight(plan, trees, step, masks, wait, began)
+        self._flight = _Flight(plan, trees, step, masks, wait, began, launched)
 
     def _forward(self, step: StepBatch) -> Callable[[], ForwardResult]:
         result = self._runner.forward(step)
@@ -281,7 +281,7 @@ class Engine:
 
     def _advance(self, flight: _Flight) -> None:
         """Draw, walk, cut: all that the next plan needs."""
-        began, metrics = self.clock(), self.metrics
+        began, metrics = flight.launched if self._ahead is None else self.clock(), self.metrics
         step, result = flight.batch, flight.wait()
         metrics.num_forwards += 1
         metrics.num_rows += step.num_rows

@@ -7,12 +7,14 @@ an operator should be able to see which feature asks for it.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from enum import StrEnum
 
 from specserve.batch import Span
 from specserve.block import SampledChain
 from specserve.choice import Choice
 from specserve.processors import needs_history
+from specserve.request import Sequence
 
 
 class Wait(StrEnum):
@@ -28,9 +30,21 @@ class Wait(StrEnum):
     PROMPT_LOGPROBS = "prompt_logprobs"  # rows of logits of the whole prompt are read
 
 
-def waits_of(span: Span, choice: Choice) -> set[Wait]:
-    """Those of one sequence in one step."""
-    found = {Wait.HOST_DRAFTER} if len(span.tree) else set()
+def waits_in(spans: Iterable[Span], choice_of: Callable[[Sequence], Choice]) -> set[Wait]:
+    """Those of one step."""
+    found = set()
+    for span in spans:
+        choice = choice_of(span.sequence)
+        if span.tree.token_ids:
+            found.add(Wait.HOST_DRAFTER)
+        if not choice.plain or choice.text.searches or span.prompt_logit is not None:
+            found |= _waits_of(span, choice)
+    return found
+
+
+def _waits_of(span: Span, choice: Choice) -> set[Wait]:
+    """Those of one sequence, its drafter's apart."""
+    found = set()
     if span.prompt_logit is not None:
         found.add(Wait.PROMPT_LOGPROBS)
     if span.draws and choice.text.searches:

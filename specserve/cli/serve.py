@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -81,6 +82,9 @@ async def _serve(config: EngineConfig, host: str, port: int, grace: float) -> No
         await _first(told_to_stop, asyncio.create_task(done(thread.ready)))
         if thread.ready.done():
             served = thread.ready.result()
+            # what was loaded stays until the process ends: no collection need look at it again
+            gc.collect()
+            gc.freeze()
             print(*served.startup_lines, f"{READY}{served.model_name} on {host}:{bound}", sep="\n", flush=True)
             await told_to_stop
     finally:

@@ -185,7 +185,7 @@ def test_the_model_free_ones_are_offered_without_a_target() -> None:
     auto: Any = offered["auto"]
     assert [part.name for part in auto.parts] == ["prediction", "suffix", "recycling"]
     assert all(part is offered[part.name] for part in auto.parts), "what one learns, the other knows"
-    assert make_auto({}, None).propose([A], [5]) == [DraftTree()]
+    assert make_auto({}, None, lambda: 0.0).propose([A], [5]) == [DraftTree()]
 
 
 @pytest.fixture(scope="module")
