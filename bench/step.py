@@ -337,6 +337,7 @@ def host_overhead(folder: Any, prompts: list[str], num_tokens: int) -> dict[str,
                 steps.append(1e3 * took)
                 writes.append(1e3 * written)
                 tokens.append(engine.metrics.num_output_tokens - told)
+    gc.unfreeze()
     stats = engine.metrics.speculation
     return {
         "ms": statistics.median(map(sum, zip(steps[1:], writes[1:], strict=True))),
