@@ -147,11 +147,12 @@ def run(options: argparse.Namespace) -> None:
     for case in wanted:
         found[case.label] = figures(ask(built, prompts, case, options))
         print(f"{case.label}: {found[case.label]['acceptance_length']:.3f}", file=sys.stderr)
-    record = {
-        "dataset": options.dataset.name, "prompts": len(prompts), "max_tokens": options.tokens,
-        "temperature": options.temperature, "cases": found,
-    }  # fmt: skip
-    write(options.name, record, tables(found), built.environment, seed=options.seed)
+        record = {
+            "dataset": options.dataset.name, "prompts": len(prompts), "max_tokens": options.tokens,
+            "temperature": options.temperature, "cases": found,
+        }  # fmt: skip
+        # after each case: all of them take an hour
+        write(options.name, record, tables(found), built.environment, seed=options.seed)
 
 
 def main() -> None:

@@ -32,7 +32,8 @@ FAST_SPLIT_MIN = 128
 FAST_PROGRAMS = 264
 # By padded head size: keys of one block, and warps. The largest that spill nothing anywhere; not yet measured
 ATTENTION_BLOCK = {16: (64, 4), 32: (64, 4), 64: (32, 4), 128: (32, 8), 256: (16, 8)}
-ATTENTION_BLOCK_FP32 = {16: (16, 8), 32: (16, 8), 64: (16, 8), 128: (16, 8), 256: (16, 8)}
+ATTENTION_BLOCK_FP32 = {16: (16, 8), 32: (16, 8), 64: (16, 8), 128: (16, 4), 256: (16, 8)}
+ATTENTION_BLOCK_PARTLY = {128: (16, 8)}  # head sizes of 80 and 96: the mask of what is not there takes registers too
 ATTENTION_STAGES = 2  # not yet measured
 # Partial results of exact attention that may exist at once; rows beyond it are done in a second launch.
 ATTENTION_WORKSPACE_BYTES = 256 << 20

@@ -34,6 +34,7 @@ from specserve_kernels.triton.kv import is_fp8, scales_or, stored
 from specserve_kernels.triton.launch import (
     ATTENTION_BLOCK,
     ATTENTION_BLOCK_FP32,
+    ATTENTION_BLOCK_PARTLY,
     ATTENTION_STAGES,
     ATTENTION_WORKSPACE_BYTES,
     EXACT_SPLIT,
@@ -393,7 +394,10 @@ def _attend(call: _Call, tiles: range, some_rows: range) -> None:
     totals = call.out if direct else q.new_empty(partials, dim, dtype=torch.float32)
     largest, weight = (totals if direct else q.new_empty(partials, dtype=torch.float32) for _ in range(2))
     lone = len(some_rows) if call.exact and planned and depth else 0
-    block, warps = (ATTENTION_BLOCK_FP32 if q.dtype is torch.float32 else ATTENTION_BLOCK)[padded(dim, 16)]
+    size = padded(dim, 16)
+    block, warps = (ATTENTION_BLOCK_FP32 if q.dtype is torch.float32 else ATTENTION_BLOCK)[size]
+    if size > dim and q.dtype is not torch.float32:
+        block, warps = ATTENTION_BLOCK_PARTLY.get(size, (block, warps))
     start(
         attend_kernel, (len(tiles) + lone, kv_heads, call.splits), q, call.k_cache, call.v_cache, call.scales, totals,
         largest, weight, rows.tiles[tiles.start :] if isinstance(rows, TiledRows) else rows.sequence, rows.sequence,
