@@ -58,7 +58,7 @@ def _attended(bench: Bench, numerics: TritonOps, reference: Ops) -> tuple[Tensor
     heads, kv_heads, dim, pages = 4, 2, 32, 6
     q, k, v = bench.normal(3, heads, dim), *(bench.normal(pages, kv_heads, PAGE, dim) for _ in range(2))
     rows = tree_rows(1, 40, 3, bench.device)
-    ours = numerics.attention(q, k, v, tiled(rows, [3], heads // kv_heads, q.dtype), dim**-0.5)
+    ours = numerics.attention(q, k, v, tiled(rows, [3], heads // kv_heads, dim, q.dtype), dim**-0.5)
     on_host = AttentionRows(*(getattr(rows, name).cpu() for name in AttentionRows.__dataclass_fields__))
     return ours, reference.attention(q.cpu(), k.cpu(), v.cpu(), on_host, dim**-0.5)
 
@@ -103,7 +103,7 @@ def attention_case(
     turns = min(bench.size.caches, max(2, (512 << 20) // num_bytes))
     seen = tree_rows(sequences, context, rows, bench.device)
     caches = [bench.normal(2, seen.page_table.numel(), kv_heads, PAGE, dim) for _ in range(turns)]
-    plan = tiled(seen, [rows] * sequences, heads // kv_heads, bench.dtype)
+    plan = tiled(seen, [rows] * sequences, heads // kv_heads, dim, bench.dtype)
     q = bench.normal(sequences * rows, heads, dim)
 
     def ours(ops: TritonOps) -> float:

@@ -135,7 +135,7 @@ class GpuRunner(PagedTensors):
     ) -> None:
         super().__init__(decoder, decoder.ops, num_pages, page_size, folder)
         config, exact = decoder.config, cast(TritonOps, decoder.ops).exact
-        self._group = config.num_attention_heads // config.num_key_value_heads
+        self._group, self._head_dim = config.num_attention_heads // config.num_key_value_heads, config.head_dim
         self._max_rows = max_rows
 
         def most_rows(pages: int) -> int:
@@ -221,15 +221,14 @@ class GpuRunner(PagedTensors):
         """A step as it is."""
         rows, counts = batch.attention, [span.num_rows for span in batch.spans]
         fields = (rows.sequence, rows.prefix_len, rows.tail_slots, rows.tail_len, rows.page_table)
-        attention = tiled(
-            AttentionRows(*(field.to(self.device) for field in fields)), counts, self._group, self.decoder.dtype
-        )
+        moved = AttentionRows(*(field.to(self.device) for field in fields))
+        attention = tiled(moved, counts, self._group, self._head_dim, self.decoder.dtype)
         given = (batch.ids, batch.positions, batch.slots, batch.logit_rows)
         ids, positions, slots, logit_rows = (tensor.to(self.device) for tensor in given)
         return StepInputs(ids, positions, slots, logit_rows, attention)
 
     def _padding(self, bucket: Bucket) -> StaticInputs:
-        return StaticInputs(bucket, rows_in_tile(self._group, self.decoder.dtype), self.device)
+        return StaticInputs(bucket, rows_in_tile(self._group, self._head_dim, self.decoder.dtype), self.device)
 
     def _capture(self, bucket: Bucket) -> _Captured:
         """With rows of padding only: capturing writes nothing that anybody reads."""

@@ -57,7 +57,7 @@ class Setup:
         ops = replace(EXACT if self.exact else FAST, window=self.window)
         rows = case.attention_rows()
         if self.planned and counts:
-            rows = tiled(rows, counts, self.shape.heads // self.shape.kv_heads, self.dtype)
+            rows = tiled(rows, counts, self.shape.heads // self.shape.kv_heads, self.shape.dim, self.dtype)
         scale = self.shape.dim**-0.5
         return ops.attention(case.q, case.k_cache, case.v_cache, rows, scale, scales)
 

@@ -67,14 +67,16 @@ def empty(*size: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(size, dtype=dtype, device="meta")
 
 
-def _attention_rows(rows: int, depth: int, pages: int, group: int, dtype: torch.dtype, planned: bool) -> AttentionRows:
+def _attention_rows(
+    rows: int, depth: int, pages: int, group: int, dim: int, dtype: torch.dtype, planned: bool
+) -> AttentionRows:
     fields = (
         empty(rows, dtype=torch.int32), empty(rows, dtype=torch.int32), empty(rows, depth, dtype=torch.int32),
         empty(rows, dtype=torch.int32), empty(rows, pages, dtype=torch.int32),
     )  # fmt: skip
     if not planned:
         return AttentionRows(*fields)
-    most = rows_in_tile(group, dtype)
+    most = rows_in_tile(group, dim, dtype)
     tiles = -(-rows // most)
     first = tuple(range(0, rows, most))
     return TiledRows(*fields, tiles=empty(tiles, 2, dtype=torch.int32), rows_in_tile=min(most, rows), first_rows=first)
@@ -90,7 +92,7 @@ def _attention(
     def call() -> object:
         cache = empty(1000, kv_heads, page, dim, dtype=torch.uint8 if fp8 else dtype)
         scales = empty(2, kv_heads, dtype=torch.float32) if fp8 else None
-        some = _attention_rows(rows, depth, length // page, heads // kv_heads, dtype, planned)
+        some = _attention_rows(rows, depth, length // page, heads // kv_heads, dim, dtype, planned)
         ops = TritonOps(exact=exact, window=window)
         return ops.attention(empty(rows, heads, dim, dtype=dtype), cache, cache, some, 0.1, scales)
 

@@ -20,20 +20,21 @@ from typing import Any
 # Triton's interpreter was chosen before this package was imported: kernels run on CPU tensors, op by op.
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
-# Attention: query rows of one tile (rows of a sequence × query heads of one kv head). not yet measured
+# Attention: query rows of one tile (rows of a sequence × query heads of one kv head), of heads up to 128 and of wider
+# ones, as many as spill nothing. fp32 products take no tensor core and hold everything in registers. not yet measured
 EXACT_TILE = 64
-EXACT_TILE_FP32 = 16  # fp32 products take no tensor core and hold everything in registers
+FP32_TILE, FP32_TILE_WIDE = 16, 8
 FAST_TILE_SMALL = 16
-FAST_TILE_LARGE = 64
+FAST_TILE_LARGE, FAST_TILE_WIDE = 64, 32
 # Positions of one split. Exact: part of the definition, a multiple of every block below. not yet measured
 EXACT_SPLIT = 256
 # Fast: the fewest keys of a split, and how many programs fill a device (132 SMs × 2). not yet measured
 FAST_SPLIT_MIN = 128
 FAST_PROGRAMS = 264
 # By padded head size: keys of one block, and warps. The largest that spill nothing anywhere; not yet measured
-ATTENTION_BLOCK = {16: (64, 4), 32: (64, 4), 64: (32, 4), 128: (32, 8), 256: (16, 8)}
-ATTENTION_BLOCK_FP32 = {16: (16, 8), 32: (16, 8), 64: (16, 8), 128: (16, 4), 256: (16, 8)}
-ATTENTION_BLOCK_PARTLY = {128: (16, 8)}  # head sizes of 80 and 96: the mask of what is not there takes registers too
+EXACT_BLOCK = {16: (64, 4), 32: (64, 4), 64: (32, 4), 128: (32, 8), 256: (16, 8)}
+FAST_BLOCK = {16: (64, 4), 32: (64, 4), 64: (32, 4), 128: (16, 8), 256: (16, 8)}
+FP32_BLOCK = {16: (16, 8), 32: (16, 8), 64: (16, 8), 128: (16, 4), 256: (16, 8)}
 ATTENTION_STAGES = 2  # not yet measured
 # Partial results of exact attention that may exist at once; rows beyond it are done in a second launch.
 ATTENTION_WORKSPACE_BYTES = 256 << 20

@@ -32,18 +32,20 @@ from torch import Tensor
 from specserve_kernels.ops import AttentionRows
 from specserve_kernels.triton.kv import is_fp8, scales_or, stored
 from specserve_kernels.triton.launch import (
-    ATTENTION_BLOCK,
-    ATTENTION_BLOCK_FP32,
-    ATTENTION_BLOCK_PARTLY,
     ATTENTION_STAGES,
     ATTENTION_WORKSPACE_BYTES,
+    EXACT_BLOCK,
     EXACT_SPLIT,
     EXACT_TILE,
-    EXACT_TILE_FP32,
+    FAST_BLOCK,
     FAST_PROGRAMS,
     FAST_SPLIT_MIN,
     FAST_TILE_LARGE,
     FAST_TILE_SMALL,
+    FAST_TILE_WIDE,
+    FP32_BLOCK,
+    FP32_TILE,
+    FP32_TILE_WIDE,
     MERGE_SPLITS,
     MERGE_WARPS,
     padded,
@@ -69,9 +71,18 @@ class TiledRows(AttentionRows):
     first_rows: tuple[int, ...]
 
 
-def rows_in_tile(group: int, dtype: torch.dtype) -> int:
-    """How many rows a tile holds where `group` query heads share a kv head; `dtype` is that of the queries."""
-    return max(1, (EXACT_TILE_FP32 if dtype is torch.float32 else min(EXACT_TILE, FAST_TILE_LARGE)) // group)
+def _fast_tile(dim: int) -> int:
+    return FAST_TILE_LARGE if dim <= 128 else FAST_TILE_WIDE
+
+
+def _fp32_tile(dim: int) -> int:
+    return FP32_TILE if dim <= 128 else FP32_TILE_WIDE
+
+
+def rows_in_tile(group: int, dim: int, dtype: torch.dtype) -> int:
+    """How many rows a tile holds where `group` query heads of `dim` share a kv head; `dtype` is that of the queries."""
+    most = _fp32_tile(dim) if dtype is torch.float32 else min(EXACT_TILE, _fast_tile(dim))
+    return max(1, most // group)
 
 
 def tile_bounds(counts: Sequence[int], most: int) -> list[tuple[int, int]]:
@@ -90,9 +101,9 @@ def rows_of_one_launch(heads: int, dim: int, max_len: int, *, exact: bool) -> in
     return ATTENTION_WORKSPACE_BYTES // (heads * splits * (dim + 2) * 4)
 
 
-def tiled(rows: AttentionRows, counts: Sequence[int], group: int, dtype: torch.dtype) -> TiledRows:
+def tiled(rows: AttentionRows, counts: Sequence[int], group: int, dim: int, dtype: torch.dtype) -> TiledRows:
     """Plan tiles for rows that come in runs of one sequence each; `counts` are the lengths of the runs, in order."""
-    bounds = tile_bounds(counts, rows_in_tile(group, dtype))
+    bounds = tile_bounds(counts, rows_in_tile(group, dim, dtype))
     tiles = torch.tensor(bounds, dtype=torch.int32).reshape(-1, 2).to(rows.sequence.device)
     fields = (rows.sequence, rows.prefix_len, rows.tail_slots, rows.tail_len, rows.page_table)
     largest = max((count for _, count in bounds), default=1)
@@ -316,11 +327,11 @@ class _Call:
     def tile(self) -> int:
         """Query rows of a tile; in exact numerics always the same."""
         if self.q.dtype is torch.float32:
-            return padded(max(EXACT_TILE_FP32, self.group))
+            return padded(max(_fp32_tile(self.q.shape[2]), self.group))
         if self.exact:
             return padded(max(EXACT_TILE, self.group))
         most = self.rows_in_tile * self.group
-        return FAST_TILE_SMALL if most <= FAST_TILE_SMALL else padded(max(FAST_TILE_LARGE, most))
+        return FAST_TILE_SMALL if most <= FAST_TILE_SMALL else padded(max(_fast_tile(self.q.shape[2]), most))
 
     @property
     def group(self) -> int:
@@ -394,10 +405,8 @@ def _attend(call: _Call, tiles: range, some_rows: range) -> None:
     totals = call.out if direct else q.new_empty(partials, dim, dtype=torch.float32)
     largest, weight = (totals if direct else q.new_empty(partials, dtype=torch.float32) for _ in range(2))
     lone = len(some_rows) if call.exact and planned and depth else 0
-    size = padded(dim, 16)
-    block, warps = (ATTENTION_BLOCK_FP32 if q.dtype is torch.float32 else ATTENTION_BLOCK)[size]
-    if size > dim and q.dtype is not torch.float32:
-        block, warps = ATTENTION_BLOCK_PARTLY.get(size, (block, warps))
+    blocks = FP32_BLOCK if q.dtype is torch.float32 else EXACT_BLOCK if call.exact else FAST_BLOCK
+    block, warps = blocks[padded(dim, 16)]
     start(
         attend_kernel, (len(tiles) + lone, kv_heads, call.splits), q, call.k_cache, call.v_cache, call.scales, totals,
         largest, weight, rows.tiles[tiles.start :] if isinstance(rows, TiledRows) else rows.sequence, rows.sequence,
