@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)  # not yet measured
 DEPTHS = (0, 8, 64)  # not yet measured; the last is the longest draft
-FIRST_CONTEXT, CONTEXT_FACTOR = 1024, 4  # tokens that the smallest bucket holds, and the step to the next
+# tokens that the smallest bucket holds, and the step to the next; not yet measured
+FIRST_CONTEXT, CONTEXT_FACTOR = 1024, 4
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -20,6 +20,7 @@ from specserve.proposal import EMPTY_TREE, Drafter, DraftRow, DraftTree, StepRes
 from specserve.request import Sequence
 from specserve.scheduler import PlannedRows
 from specserve.trace import StepTrace, Trace
+from specserve.waits import Wait
 
 
 def verification_of(sequence: Sequence, config: SpeculationConfig) -> str:
@@ -167,8 +168,9 @@ class Drafting:
 
     def wants_top_ids(self) -> str | None:
         """A drafter that was asked in this step and learns from the target's best ids, if there is one."""
-        wanting = (name for name in self._spent if self.drafters[name].wants_top_ids)
-        return next(wanting, None)
+        wanting = next((name for name in self._spent if self.drafters[name].wants_top_ids), None)
+        self._metrics.count_waits([] if wanting is None else [Wait.TOP_IDS])
+        return wanting
 
     def observe(self, sequence: Sequence, step: StepResult) -> None:
         """Tell the controller and the drafter what the target made of a draft that they were asked for."""

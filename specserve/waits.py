@@ -21,6 +21,8 @@ class Wait(StrEnum):
     """A feature that synchronises. Adding one means adding it here."""
 
     HOST_DRAFTER = "host_drafter"  # nodes are guessed on the host, from the tokens that the last step committed
+    TOP_IDS = "top_ids"  # a drafter learns from the largest logits of every row
+    SAMPLED = "sampled"  # rows drawn with noise are a launch of their own after the forward, with its own answer
     BLOCK = "block"  # block verification tests the rows of its chain on the host
     GRAMMAR = "grammar"  # masks are made on the host and applied to logits there
     PENALTIES = "penalties"  # penalties, bias, bad words and allowed ids count prefixes on the host
@@ -53,6 +55,7 @@ def _waits_of(span: Span, choice: Choice) -> set[Wait]:
         return found
     params = span.sequence.request.params
     asked = {
+        Wait.SAMPLED: not params.greedy,
         Wait.BLOCK: isinstance(span.tree, SampledChain) and bool(span.tree.token_ids),
         Wait.GRAMMAR: choice.grammar is not None,
         Wait.PENALTIES: needs_history(span.sequence.request),

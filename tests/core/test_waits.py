@@ -28,7 +28,7 @@ def run(folder: Any, drafter: str = "off", **params: Any) -> tuple[dict[str, int
     ("params", "expected"),
     [
         ({}, {}),
-        ({"temperature": 0.9, "top_p": 0.5}, {}),
+        ({"temperature": 0.9, "top_p": 0.5}, {Wait.SAMPLED: NUM_TOKENS}),
         ({"frequency_penalty": 0.5}, {Wait.PENALTIES: NUM_TOKENS}),
         ({"logit_bias": {5: 1.0}, "logprobs": 2}, {Wait.PENALTIES: NUM_TOKENS, Wait.LOGPROBS: NUM_TOKENS}),
         ({"min_tokens": 4, "ignore_eos": False}, {Wait.MIN_TOKENS: 4}),
@@ -40,6 +40,11 @@ def run(folder: Any, drafter: str = "off", **params: Any) -> tuple[dict[str, int
 def test_each_is_counted(tiny_llama: TinyLlama, params: dict[str, Any], expected: dict[str, int]) -> None:
     waits, steps = run(tiny_llama(), **params)
     assert waits == expected and steps == NUM_TOKENS
+
+
+def test_a_drafter_that_learns_reads_every_row(tiny_llama: TinyLlama) -> None:
+    waits, steps = run(tiny_llama(), "recycling")
+    assert set(waits) <= {Wait.HOST_DRAFTER, Wait.TOP_IDS} and 0 < waits[Wait.TOP_IDS] < steps
 
 
 def test_drafts_are_made_on_the_host(tiny_llama: TinyLlama) -> None:

@@ -31,7 +31,7 @@ TABLE: dict[str, frozenset[str]] = {
     "choice": PURE_ROWS | {"answertext", "processors", "grammar"},
     "commit": PURE_ROWS | {"answertext"},
     "publish": PURE_ROWS | {"choice", "commit"},
-    "drafting": PURE_ROWS | {"metrics", "trace"},
+    "drafting": PURE_ROWS | {"metrics", "trace", "waits"},
     "models": frozenset({"config", "errors", "specserve_kernels", TORCH}),
     "runner": PURE_ROWS | {"batch", "kept", "models", "specserve_kernels", TORCH},
     "kept": frozenset({TORCH}),

@@ -36,9 +36,9 @@ EXACT_BLOCK = {16: (64, 4), 32: (64, 4), 64: (32, 4), 128: (32, 8), 256: (16, 8)
 FAST_BLOCK = {16: (64, 4), 32: (64, 4), 64: (32, 4), 128: (16, 8), 256: (16, 8)}
 FP32_BLOCK = {16: (16, 8), 32: (16, 8), 64: (16, 8), 128: (16, 4), 256: (16, 8)}
 ATTENTION_STAGES = 2  # not yet measured
-# Partial results of exact attention that may exist at once; rows beyond it are done in a second launch.
+# Partial results of exact attention that may exist at once; rows beyond are done in a second launch. not yet measured
 ATTENTION_WORKSPACE_BYTES = 256 << 20
-MERGE_SPLITS = 8  # partial results read at once; part of the definition of the merge
+MERGE_SPLITS = 8  # partial results read at once; part of the definition of the merge. not yet measured
 MERGE_WARPS = 2  # not yet measured
 
 # GEMM: one tile for every number of rows; outputs per program by the weight's number of outputs. not yet measured
@@ -90,7 +90,7 @@ def recording() -> Iterator[list[Launch]]:
 
 
 def start(kernel: Any, grid: tuple[int, ...], *arguments: Any, warps: int, stages: int = 2, **constants: Any) -> None:
-    """Launch a kernel on the current stream; an empty grid is no launch."""
+    """Launch a kernel on the current stream; an empty grid is no launch. The usual stages: not yet measured."""
     if 0 in grid:
         return
     if _recorded:
