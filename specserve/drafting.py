@@ -168,9 +168,8 @@ class Drafting:
 
     def wants_top_ids(self) -> str | None:
         """A drafter that was asked in this step and learns from the target's best ids, if there is one."""
-        wanting = next((name for name in self._spent if self.drafters[name].wants_top_ids), None)
-        self._metrics.count_waits([] if wanting is None else [Wait.TOP_IDS])
-        return wanting
+        wanting = (name for name in self._spent if self.drafters[name].wants_top_ids)
+        return next(wanting, None)
 
     def observe(self, sequence: Sequence, step: StepResult) -> None:
         """Tell the controller and the drafter what the target made of a draft that they were asked for."""
@@ -200,6 +199,8 @@ class Drafting:
         )
         seconds -= self.seconds
         self._metrics.draft_seconds += self.seconds
+        if self.wants_top_ids() is not None:
+            self._metrics.count_waits([Wait.TOP_IDS])
         spent = {name: drafted._replace(seconds=self._spent[name]) for name, drafted in self._drafted.items()}
         predicted = self._controller.measured(load, seconds, spent)
         self.trace.add(
