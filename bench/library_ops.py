@@ -45,6 +45,10 @@ class LibraryOps(OneCallGemms):
         wide = x.float()
         return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
 
+    def add_rms_norm(self, x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        total = x + delta
+        return total, self.rms_norm(total, weight, eps)
+
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=1)
         return F.silu(gate) * up

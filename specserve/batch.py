@@ -1,7 +1,7 @@
 """From a plan and its drafts to tensors: flat rows with ids, positions, slots and what each row may see.
 
-Rows of a sequence stand together: pending tokens in order, then draft nodes in tree order. A node sees the past
-and the root as prefix and its path as tail, in path order (kernels' `AttentionRows`).
+Rows of a sequence stand together: pending tokens in order, then draft nodes in tree order. A node of a tree sees the
+past and the root as prefix and its path as tail, in path order; a chain only goes on with the prefix (`AttentionRows`).
 """
 
 from __future__ import annotations
@@ -71,16 +71,19 @@ class _Rows:
 
     def add_span(self, index: int, plan: PlannedRows, tree: DraftTree) -> Span:
         sequence, table = plan.sequence, plan.sequence.table
-        start, n = table.cached_len, plan.num_pending
+        start, n, count = table.cached_len, plan.num_pending, plan.num_pending + len(tree)
         first, first_logit = len(self.ids), len(self.logit_rows)
         prompt_logit: int | None = None
+        in_prefix = count if tree.is_chain else n
         self.ids += sequence.token_ids[start : start + n]
-        self.positions += range(start, start + n)
-        self.prefix_len += range(start + 1, start + n + 1)
-        self.tails += [()] * n
-        self._add_nodes(tree, root=start + n - 1)
-        self.sequence += [index] * (n + len(tree))
-        self.slots += table.slots(start, n + len(tree))
+        self.ids += tree.token_ids
+        self.positions += range(start, start + in_prefix)
+        self.prefix_len += range(start + 1, start + in_prefix + 1)
+        self.tails += [()] * in_prefix
+        if not tree.is_chain:
+            self._add_paths(tree, first=start + n)
+        self.sequence += [index] * count
+        self.slots += table.slots(start, count)
         if sequence.reports_prompt:
             prompt_logit, first_logit = first_logit, first_logit + n - 1
             self.logit_rows += range(first, first + n)
@@ -91,17 +94,12 @@ class _Rows:
             first=first, first_logit=first_logit, prompt_logit=prompt_logit,
         )  # fmt: skip
 
-    def _add_nodes(self, tree: DraftTree, root: int) -> None:
-        """Node i is written to the sequence's slot root + 1 + i; its tail is its path, itself last."""
-        first = root + 1
-        if tree.is_chain:
-            paths: list[SequenceOf[int]] = [range(first, first + depth) for depth in range(1, len(tree) + 1)]
-        else:
-            paths = []
-            for i, parent in enumerate(tree.parents):
-                paths.append([*(paths[parent] if parent >= 0 else ()), first + i])
-        self.ids += tree.token_ids
-        self.positions += [root + len(path) for path in paths]
+    def _add_paths(self, tree: DraftTree, first: int) -> None:
+        """Node i is written to the sequence's slot first + i; its tail is its path, itself last."""
+        paths: list[SequenceOf[int]] = []
+        for i, parent in enumerate(tree.parents):
+            paths.append([*(paths[parent] if parent >= 0 else ()), first + i])
+        self.positions += [first - 1 + len(path) for path in paths]
         self.prefix_len += [first] * len(tree)
         self.tails += paths
 

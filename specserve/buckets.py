@@ -12,18 +12,25 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)  # not yet measured
-DEPTHS = (0, 8, 64)  # not yet measured; the last is the longest draft
+ALONE = -1  # the depth of a step in which every sequence has one row
+# by depth, the fewest rows of a step of this and no smaller one; not yet measured, the last is the longest draft
+DEPTHS = {ALONE: 1, 0: 2, 8: 3, 64: 11}
 # tokens that the smallest bucket holds, and the step to the next; not yet measured
 FIRST_CONTEXT, CONTEXT_FACTOR = 1024, 4
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Bucket:
-    """One captured size: `depth` is that of the deepest node (0: no nodes), `pages` are those of one sequence."""
+    """One captured size: `depth` is that of the deepest node of a tree (0: chains at most), `pages` of one sequence."""
 
     rows: int
     depth: int
     pages: int
+
+    @property
+    def tail_slots(self) -> int:
+        """How many a row has room for."""
+        return max(self.depth, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +72,11 @@ def make_buckets(max_rows: int, max_pages: int, page_size: int, most_rows: Calla
         pages.append(size)
         size *= CONTEXT_FACTOR
     pages.append(max_pages)
-    below = dict(zip(DEPTHS, (-1, *DEPTHS), strict=False))  # the next smaller depth
     known = frozenset(
         Bucket(n, depth, width)
         for width in pages
         for n in rows
-        for depth in DEPTHS
-        if below[depth] + 2 <= n <= most_rows(width)  # a root, and a path deeper than that
+        for depth, least in DEPTHS.items()
+        if least <= n <= most_rows(width)
     )
-    return Buckets(rows, DEPTHS, tuple(pages), known)
+    return Buckets(rows, tuple(DEPTHS), tuple(pages), known)

@@ -20,7 +20,7 @@ from specserve_kernels.triton import TiledRows, TritonOps, rows_in_tile, rows_of
 from torch import Tensor
 
 from specserve.batch import StepBatch
-from specserve.buckets import Bucket, make_buckets
+from specserve.buckets import ALONE, Bucket, make_buckets
 from specserve.graphs import Graphs, Work
 from specserve.models.decoder import Decoder
 from specserve.runner import ForwardResult, PagedTensors
@@ -72,9 +72,9 @@ class StaticInputs:
     def __init__(self, bucket: Bucket, most_in_tile: int, device: torch.device) -> None:
         rows = bucket.rows
         self._num_rows = rows
-        self._most_in_tile = most_in_tile if bucket.depth else 1  # without nodes every sequence has one row
+        self._most_in_tile = 1 if bucket.depth == ALONE else most_in_tile
         self._long = _Block(torch.int64, ((rows,),) * 4, device)
-        shapes = ((rows,), (rows,), (rows, bucket.depth), (rows,), (rows, bucket.pages), (rows, 2))
+        shapes = ((rows,), (rows,), (rows, bucket.tail_slots), (rows,), (rows, bucket.pages), (rows, 2))
         self._short = _Block(torch.int32, shapes, device)
         sequence, prefix_len, tail_slots, tail_len, page_table, tiles = self._short.device
         attention = TiledRows(
@@ -179,7 +179,8 @@ class GpuRunner(PagedTensors):
         if any(span.num_pending > 1 for span in batch.spans):
             return None
         rows = batch.attention
-        return self.buckets.try_bucket(batch.num_rows, rows.tail_slots.shape[1], rows.page_table.shape[1])
+        depth = ALONE if batch.num_rows == len(batch.spans) else rows.tail_slots.shape[1]
+        return self.buckets.try_bucket(batch.num_rows, depth, rows.page_table.shape[1])
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -191,7 +192,7 @@ class GpuRunner(PagedTensors):
             self._capture(bucket)
         pages = self.buckets.pages[0]
         for rows in (*WARM_ROWS, min(self._max_rows, self._most_rows(pages))):
-            for depth in (0, 1):
+            for depth in (ALONE, 0, 1):
                 self._compute(self._padding(Bucket(rows, depth, pages)).inputs)
         for rows in WARM_ROWS:
             self._draw_something(rows)

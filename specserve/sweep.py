@@ -43,20 +43,26 @@ class Taken(NamedTuple):
     host: float
 
 
-class _Chains:
-    """Chains of as many nodes as were ordered, all of one token."""
+class _Trees:
+    """Trees of as many nodes as were ordered, two below each, as their rows cost more than a chain's; or chains."""
 
     name = DRAFTER
     wants_top_ids = False
 
     def __init__(self) -> None:
         self.num_nodes = 0
-        self.token_id = WRONG
+        self.chain_of: int | None = None  # token
 
     def start(self, view: DraftRow) -> None: ...
 
     def propose(self, rows: Sequence[DraftRow], caps: Sequence[int]) -> list[DraftTree]:
-        return [DraftTree.chain((self.token_id,) * min(self.num_nodes, cap), DRAFTER) for cap in caps]
+        return [self._tree(min(self.num_nodes, cap)) for cap in caps]
+
+    def _tree(self, count: int) -> DraftTree:
+        if self.chain_of is not None:
+            return DraftTree.chain((self.chain_of,) * count, DRAFTER)
+        ids, parents = tuple(WRONG + i % 2 for i in range(count)), tuple(i // 2 - 1 for i in range(count))
+        return DraftTree(ids, parents, (DRAFTER,) * count)
 
     def observe(self, view: DraftRow, result: StepResult) -> None: ...
 
@@ -90,8 +96,8 @@ class _Stand:
     def __init__(
         self, make_engine: MakeEngine, runner: _Timed, clock: Clock, count: int, length: int, params: SamplingParams
     ) -> None:
-        self._chains, self._runner, self._clock = _Chains(), runner, clock
-        self._engine = make_engine(runner, {DRAFTER: self._chains})
+        self._trees, self._runner, self._clock = _Trees(), runner, clock
+        self._engine = make_engine(runner, {DRAFTER: self._trees})
         for i in range(count):
             prompt = tuple((31 * j + 17 * i) % self._engine.limits.vocab_size for j in range(length))
             speculation = SpeculationParams(drafter=DRAFTER, num_draft_tokens=ROWS[-1])
@@ -101,9 +107,9 @@ class _Stand:
         while self._engine.metrics.num_output_tokens < count:
             self.step(0)
 
-    def step(self, num_nodes: int, token_id: int = WRONG) -> Taken:
-        """A step with so many nodes for each sequence."""
-        self._chains.num_nodes, self._chains.token_id = num_nodes, token_id
+    def step(self, num_nodes: int, chain_of: int | None = None) -> Taken:
+        """A step with so many nodes for each sequence; `chain_of`: a chain of this token."""
+        self._trees.num_nodes, self._trees.chain_of = num_nodes, chain_of
         before, began = self._engine.metrics.num_rows, self._clock()
         events = self._engine.step()
         seconds = self._clock() - began - self._engine.drafting.seconds
@@ -139,7 +145,7 @@ def measure(
         while len(turns) < MIN_TURNS or (len(turns) < MAX_TURNS and clock() - began < SECONDS):
             turn = {f"short {rows}": short.step(rows - 1) for rows in ROWS}
             turn |= {"greedy": short.step(15), "sampled": sampled.step(15), "many": many.step(0)}
-            turn |= {"wrong": forced.step(15), "right": forced.step(15, RIGHT)}
+            turn |= {"wrong": forced.step(15, WRONG), "right": forced.step(15, RIGHT)}
             turn |= {"deep": deep.step(0), "lone": short.step(0), "deep again": deep.step(0), "deep 32": deep.step(31)}
             turns.append(turn)
     except RuntimeError:

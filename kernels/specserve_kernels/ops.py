@@ -168,6 +168,10 @@ class Ops(Protocol):
         """[rows, hidden]: x / sqrt(mean(x²) + eps) in fp32, rounded to x's dtype, then times weight (as in Llama)."""
         ...
 
+    def add_rms_norm(self, x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """(x + delta, rounded to x's dtype; its `rms_norm`), each [rows, hidden]: the bits of the two apart."""
+        ...
+
     def rope(self, x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
         """Rotate [rows, heads, head_dim] by halves (Llama / HF layout), computed in fp32.
 
@@ -183,6 +187,15 @@ class Ops(Protocol):
         """Store k, v [rows, kv_heads, head_dim] at `slots` int64 [rows] (page * page_size + offset) of one layer.
 
         Caches are [pages, kv_heads, page_size, head_dim]. No two rows share a slot.
+        """
+        ...
+
+    def rope_write_kv(
+        self, qkv: Tensor, positions: Tensor, table: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor
+    ) -> Tensor:
+        """`rope` of queries and keys, `write_kv` of keys and values, the same bits → rotated q [rows, heads, head_dim].
+
+        `qkv` [rows, (heads + 2 * kv_heads) * head_dim] as the fused projection gives it.
         """
         ...
 

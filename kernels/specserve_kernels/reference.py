@@ -14,6 +14,8 @@ from torch import Tensor
 from specserve_kernels.int8 import dequantize_rows, quantize_activations, quantize_weight, rescale
 from specserve_kernels.ops import AttentionRows, LinearWeight
 
+E4M3_MAX = 448.0
+
 name = "reference"
 sample = None  # composed by the caller
 decoder = None
@@ -53,6 +55,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return out
 
 
+def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(x + delta, rounded to x's dtype; its `rms_norm`)."""
+    total = (x.double() + delta.double()).to(x.dtype)
+    return total, rms_norm(total, weight, eps)
+
+
 def rope(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
     """[rows, heads, head_dim]: each pair (i, i + head_dim / 2) turned by the angle of its position."""
     half = x.shape[-1] // 2
@@ -72,12 +80,39 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return (gate / (1 + torch.exp(-gate)) * up).to(gate_up.dtype)
 
 
-def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
-    """Store row r of k, v [rows, kv_heads, head_dim] at slot `slots[r]`."""
+def write_kv(
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, scales: Tensor | None = None
+) -> None:
+    """Store row r of k, v [rows, kv_heads, head_dim] at slot `slots[r]`; a row of a slot below zero is not written.
+
+    An fp8 cache holds e4m3(value / scale), limited to ±448; `scales` fp32 [2, kv_heads], of keys and of values.
+    """
     page_size = k_cache.shape[2]
-    for row, slot in enumerate(slots.tolist()):
-        k_cache[slot // page_size, :, slot % page_size] = k[row]
-        v_cache[slot // page_size, :, slot % page_size] = v[row]
+    for new, cache, scale in zip((k, v), (k_cache, v_cache), (None, None) if scales is None else scales, strict=True):
+        for row, slot in enumerate(slots.tolist()):
+            if slot >= 0:
+                cache[slot // page_size, :, slot % page_size] = new[row] if scale is None else _e4m3(new[row], scale)
+
+
+def _e4m3(x: Tensor, scale: Tensor) -> Tensor:
+    return (x.float() / scale[:, None]).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+
+
+def rope_write_kv(
+    qkv: Tensor,
+    positions: Tensor,
+    table: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    scales: Tensor | None = None,
+) -> Tensor:
+    """`rope` of q and k, `write_kv` of k and v; `qkv` [rows, (heads + 2 * kv_heads) * head_dim] → q rotated."""
+    kv_heads, dim = k_cache.shape[1], k_cache.shape[3]
+    parts = qkv.view(qkv.shape[0], qkv.shape[1] // dim, dim)
+    q, k, v = torch.split(parts, [parts.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
+    write_kv(rope(k, positions, table), v, k_cache, v_cache, slots, scales)
+    return rope(q, positions, table)
 
 
 def move_kv(kv: Tensor, source: Tensor, target: Tensor) -> None:
@@ -88,19 +123,36 @@ def move_kv(kv: Tensor, source: Tensor, target: Tensor) -> None:
         kv[:, :, new // page_size, :, new % page_size] = before[:, :, old // page_size, :, old % page_size]
 
 
-def attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: AttentionRows, scale: float) -> Tensor:
-    """[rows, heads, head_dim]: softmax over exactly the visible slots; no other slot is read."""
+def attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    rows: AttentionRows,
+    scale: float,
+    scales: Tensor | None = None,
+    max_len: int | None = None,
+    window: int = 0,
+) -> Tensor:
+    """[rows, heads, head_dim]: softmax over exactly the visible slots; no other slot is read.
+
+    `scales` as in `write_kv`. A row sees the last `window` slots of its own (0: all). `max_len`, a promise about
+    lengths, changes nothing here. A row that sees nothing gives zeros.
+    """
     group = q.shape[1] // k_cache.shape[1]
     page_size = k_cache.shape[2]
-    out = torch.empty_like(q)
+    k_scale, v_scale = torch.ones(2, k_cache.shape[1]) if scales is None else scales
+    out = torch.zeros_like(q)
     for row in range(q.shape[0]):
-        slots = visible_slots(rows, row)
+        slots = visible_slots(rows, row)[-window:]
+        if not slots:
+            continue
         pages = [int(rows.page_table[int(rows.sequence[row]), slot // page_size]) for slot in slots]
         keys = torch.stack([k_cache[page, :, slot % page_size] for page, slot in zip(pages, slots, strict=True)])
         values = torch.stack([v_cache[page, :, slot % page_size] for page, slot in zip(pages, slots, strict=True)])
         for head in range(q.shape[1]):
-            scores = keys[:, head // group].double() @ q[row, head].double() * scale
-            out[row, head] = torch.softmax(scores, 0) @ values[:, head // group].double()
+            of = head // group
+            scores = keys[:, of].double() @ q[row, head].double() * float(k_scale[of]) * scale
+            out[row, head] = torch.softmax(scores, 0) @ values[:, of].double() * float(v_scale[of])
     return out
 
 

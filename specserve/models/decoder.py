@@ -416,36 +416,28 @@ class Decoder:
             return self._fused.forward(
                 ids, positions, slots, rows, kv, num_layers=num_layers, feature_layers=feature_layers
             )
-        hidden = self.ops.embed(ids, self.weights.embed)
+        ops, eps, layers = self.ops, self.config.rms_norm_eps, self.weights.layers[:num_layers]
+        norms = [*(layer.attention_norm for layer in layers), self.weights.norm]
+        hidden = ops.embed(ids, self.weights.embed)
+        normed = ops.rms_norm(hidden, norms[0], eps)
         features = []
-        for index, (layer, cache) in enumerate(zip(self.weights.layers[:num_layers], kv, strict=False)):
-            hidden = self._layer(hidden, layer, positions, slots, rows, cache)
+        for index, (layer, cache) in enumerate(zip(layers, kv, strict=False)):
+            attended = self._attend(normed, layer, positions, slots, rows, cache)
+            hidden, normed = ops.add_rms_norm(hidden, attended, layer.mlp_norm, eps)
+            inner = ops.silu_mul(ops.linear(normed, layer.gate_up))
+            hidden, normed = ops.add_rms_norm(hidden, ops.linear(inner, layer.down), norms[index + 1], eps)
             if index in feature_layers:
                 features.append(hidden)
-        stacked = torch.stack(features) if features else hidden.new_empty(0, *hidden.shape)
-        return self.ops.rms_norm(hidden, self.weights.norm, self.config.rms_norm_eps), stacked
-
-    def _layer(
-        self, hidden: Tensor, layer: LayerWeights, positions: Tensor, slots: Tensor, rows: AttentionRows, cache: Tensor
-    ) -> Tensor:
-        ops, eps = self.ops, self.config.rms_norm_eps
-        x = ops.rms_norm(hidden, layer.attention_norm, eps)
-        hidden = hidden + self._attend(x, layer, positions, slots, rows, cache)
-        x = ops.rms_norm(hidden, layer.mlp_norm, eps)
-        return hidden + ops.linear(ops.silu_mul(ops.linear(x, layer.gate_up)), layer.down)
+        return normed, torch.stack(features) if features else hidden.new_empty(0, *hidden.shape)
 
     def _attend(
         self, x: Tensor, layer: LayerWeights, positions: Tensor, slots: Tensor, rows: AttentionRows, cache: Tensor
     ) -> Tensor:
         """x [rows, hidden] → [rows, hidden]; `cache` is one layer, [2, pages, kv_heads, page_size, head_dim]."""
-        ops, config = self.ops, self.config
-        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-        qkv = ops.linear(x, layer.qkv).view(x.shape[0], heads + 2 * kv_heads, config.head_dim)
-        rotated = ops.rope(qkv[:, : heads + kv_heads].contiguous(), positions, self.rope_table)
-        q, k = rotated[:, :heads].contiguous(), rotated[:, heads:].contiguous()
-        ops.write_kv(k, qkv[:, heads + kv_heads :].contiguous(), cache[0], cache[1], slots)
-        attended = ops.attention(q, cache[0], cache[1], rows, self.scale)
-        return ops.linear(attended.view(x.shape[0], heads * config.head_dim), layer.output)
+        qkv = self.ops.linear(x, layer.qkv)
+        q = self.ops.rope_write_kv(qkv, positions, self.rope_table, cache[0], cache[1], slots)
+        attended = self.ops.attention(q, cache[0], cache[1], rows, self.scale)
+        return self.ops.linear(attended.flatten(1), layer.output)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:

@@ -7,21 +7,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import specserve_kernels
 import torch
 from specserve_kernels import Ops
 
 # importmode=importlib adds no folder to the path: this one holds `paged_case`
 sys.path.insert(0, str(Path(__file__).parent))
 
+from paged_case import load_or_skip
+
 
 @pytest.fixture(params=["torch", "native"])
 def ops(request: pytest.FixtureRequest) -> Ops:
     """Each backend under test; native is skipped, with its reason, where it cannot be loaded."""
-    try:
-        return specserve_kernels.load(request.param)
-    except specserve_kernels.BackendUnavailable as error:
-        pytest.skip(str(error))
+    return load_or_skip(request.param)
 
 
 @pytest.fixture(params=[torch.bfloat16, torch.float32], ids=["bf16", "fp32"])

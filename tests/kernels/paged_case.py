@@ -1,12 +1,22 @@
-"""A paged attention call in miniature: shuffled pages, free ones among them, and slots that can be poisoned."""
+"""Backends to test, and a paged attention call in miniature: shuffled pages, free ones among them, poisoned slots."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import pytest
+import specserve_kernels
 import torch
 from specserve_kernels import AttentionRows, Ops
 from torch import Tensor
+
+
+def load_or_skip(backend: str) -> Ops:
+    """A backend; the test is skipped, with its reason, where it cannot be loaded."""
+    try:
+        return specserve_kernels.load(backend)
+    except specserve_kernels.BackendUnavailable as error:
+        pytest.skip(str(error))
 
 
 @dataclass(frozen=True)

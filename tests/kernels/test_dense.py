@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from paged_case import load_or_skip
 from specserve_kernels import Ops, load
 from torch import Tensor
 
@@ -58,6 +59,15 @@ def test_rms_norm(ops: Ops, dtype: torch.dtype, width: int, spread: float) -> No
     got, expected = ops.rms_norm(x, weight, 1e-5), load("reference").rms_norm(x, weight, 1e-5)
     # the inner rounding may fall to the other side of a tie
     torch.testing.assert_close(got, expected, rtol=2 * unit(dtype) if dtype is torch.bfloat16 else 1e-6, atol=0.0)
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch", "native"])
+def test_the_sum_and_its_norm_have_the_bits_of_the_two_apart(backend: str, dtype: torch.dtype) -> None:
+    ops = load_or_skip(backend)
+    x, delta, weight = (normal(*size, dtype=dtype, seed=len(size)) for size in ((37, 577), (1, 37, 577), (577,)))
+    total, normed = ops.add_rms_norm(x, delta[0], weight, 1e-5)
+    assert torch.equal(total, x + delta[0]) and not torch.equal(total, x)
+    assert torch.equal(normed, ops.rms_norm(total, weight, 1e-5))
 
 
 @pytest.mark.parametrize(("heads", "dim"), [(9, 64), (3, 64), (5, 20), (1, 2), (2, 128)])

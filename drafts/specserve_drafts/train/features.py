@@ -125,7 +125,7 @@ def _extract_batch(decoder: Decoder, batch: list[Answer], config: FeatureConfig)
     )
     kv = torch.empty(decoder.config.kv_shape(int(starts[-1]), PAGE_SIZE), dtype=decoder.dtype)
     layers = [layer - 1 for layer in auxiliary_layers(decoder.config.num_hidden_layers)]
-    hidden, features = forward_with_features(decoder, torch.cat(ids), positions, slots, rows, kv, layers)
+    hidden, features = decoder.run(torch.cat(ids), positions, slots, rows, kv, feature_layers=layers)
     merged = features.transpose(0, 1).reshape(len(sequence), -1)
     found, end = [], 0
     for answer, row, length in zip(batch, ids, lengths, strict=True):
@@ -141,23 +141,3 @@ def _extract_batch(decoder: Decoder, batch: list[Answer], config: FeatureConfig)
             )
         )
     return found
-
-
-def forward_with_features(
-    decoder: Decoder, ids: Tensor, positions: Tensor, slots: Tensor, rows: AttentionRows, kv: Tensor, layers: list[int]
-) -> tuple[Tensor, Tensor]:
-    """Final hidden states [rows, hidden] and the hidden states after each of `layers`, [len(layers), rows, hidden]."""
-    fused = decoder._fused
-    if fused is not None:
-        return fused.forward(ids, positions, slots, rows, kv, feature_layers=layers)
-    ops, eps = decoder.ops, decoder.config.rms_norm_eps
-    hidden = ops.embed(ids, decoder.weights.embed)
-    features = []
-    for index, (layer, cache) in enumerate(zip(decoder.weights.layers, kv, strict=True)):
-        x = ops.rms_norm(hidden, layer.attention_norm, eps)
-        hidden = hidden + decoder._attend(x, layer, positions, slots, rows, cache)
-        x = ops.rms_norm(hidden, layer.mlp_norm, eps)
-        hidden = hidden + ops.linear(ops.silu_mul(ops.linear(x, layer.gate_up)), layer.down)
-        if index in layers:
-            features.append(hidden)
-    return ops.rms_norm(hidden, decoder.weights.norm, eps), torch.stack(features)

@@ -32,6 +32,7 @@ from specserve_kernels.cpu.native_abi import (
 )
 from specserve_kernels.cpu.native_build import NativeUnavailable, build
 from specserve_kernels.cpu.native_decoder import NativeDecoder
+from specserve_kernels.cpu.torch_ops import split_values
 from specserve_kernels.int8 import quantize_weight
 from specserve_kernels.ops import AttentionRows, DecoderModel, LinearWeight
 
@@ -151,6 +152,11 @@ class NativeOps:
         )
         return y
 
+    def add_rms_norm(self, x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """(x + delta, its `rms_norm`), each [rows, hidden]."""
+        total = x + delta
+        return total, self.rms_norm(total, weight, eps)
+
     def rope(self, x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
         """Rotate [rows, heads, head_dim] by halves, in fp32; `table` fp32 [max_positions, head_dim]: cos, then sin."""
         check("x", x, None, ANY, ANY, ANY)
@@ -193,6 +199,15 @@ class NativeOps:
         raise_for(
             self._lib.spec_write_kv(self._kernels, *pointers, rows, pages, kv_heads, page_size, dim, TYPES[k.dtype])
         )
+
+    def rope_write_kv(
+        self, qkv: Tensor, positions: Tensor, table: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor
+    ) -> Tensor:
+        """`rope` of q and k, `write_kv` of k and v; `qkv` [rows, (heads + 2 * kv_heads) * head_dim] → q rotated."""
+        qk, v = split_values(qkv, k_cache)
+        q, k = torch.split(self.rope(qk, positions, table), [qk.shape[1] - v.shape[1], v.shape[1]], dim=1)
+        self.write_kv(k.contiguous(), v, k_cache, v_cache, slots)
+        return q.contiguous()
 
     def move_kv(self, kv: Tensor, source: Tensor, target: Tensor) -> None:
         """Copy slots `source` → `target` (int64 [n]) in all layers of kv [layers, 2, pages, kv_heads, page_size, dim].

@@ -146,6 +146,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return out
 
 
+def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(x + delta, its `rms_norm`)."""
+    total = x + delta
+    return total, rms_norm(total, weight, eps)
+
+
 def rope(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
     """Rotate [rows, heads, head_dim] by halves in fp32; `table` [max_positions, head_dim] holds cos, then sin."""
     half = x.shape[-1] // 2
@@ -176,6 +182,23 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tens
     page, offset = slots // page_size, slots % page_size
     k_cache[page, :, offset] = k
     v_cache[page, :, offset] = v
+
+
+def rope_write_kv(
+    qkv: Tensor, positions: Tensor, table: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor
+) -> Tensor:
+    """`rope` of q and k, `write_kv` of k and v; `qkv` [rows, (heads + 2 * kv_heads) * head_dim] → q rotated."""
+    qk, v = split_values(qkv, k_cache)
+    q, k = torch.split(rope(qk, positions, table), [qk.shape[1] - v.shape[1], v.shape[1]], dim=1)
+    write_kv(k, v, k_cache, v_cache, slots)
+    return q.contiguous()
+
+
+def split_values(qkv: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
+    """What is rotated [rows, heads + kv_heads, head_dim], and values [rows, kv_heads, head_dim], each contiguous."""
+    kv_heads, dim = cache.shape[1], cache.shape[3]
+    parts = qkv.view(qkv.shape[0], qkv.shape[1] // dim, dim)
+    return parts[:, :-kv_heads].contiguous(), parts[:, -kv_heads:].contiguous()
 
 
 def move_kv(kv: Tensor, source: Tensor, target: Tensor) -> None:

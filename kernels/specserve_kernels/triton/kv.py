@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specserve_kernels.triton.launch import MOVE_DIM, MOVE_SLOTS, ROW_WARPS, padded, start
+from specserve_kernels.triton.launch import HEAD_WARPS, MOVE_DIM, MOVE_SLOTS, ROW_WARPS, padded, start
 from specserve_kernels.triton.numerals import rounded
 
 E4M3_MAX = 448.0
@@ -141,7 +141,7 @@ def rope_write_kv(
     start(
         rope_write_kv_kernel, (rows, heads + 2 * kv_heads), qkv, positions, table, q, k_cache, v_cache,
         scales_or(scales, k_cache, fp8), slots, Q_HEADS=heads, KV_HEADS=kv_heads, PAGE=page_size, HALF=dim // 2,
-        HALF_PADDED=padded(dim // 2), FP8=fp8, warps=1,
+        HALF_PADDED=padded(dim // 2), FP8=fp8, warps=HEAD_WARPS,
     )  # fmt: skip
     return q
 

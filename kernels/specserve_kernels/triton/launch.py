@@ -54,13 +54,15 @@ GEMM_STAGES = 4  # not yet measured
 NORM_BLOCK = 2048
 ELEMENT_BLOCK = 1024
 ROW_WARPS = 4
+ROPE_HEADS = 8  # heads that one program rotates
+HEAD_WARPS = 1  # of a program that has one head of one row
 # Slots that one launch of move_kv holds in registers; more go through a staging buffer. not yet measured
 MOVE_SLOTS = 128
 MOVE_DIM = 32
-# Sampling: logits that a program looks at together, and those one program of top_ids ranks. not yet measured
+# Sampling: logits of its row that a program looks at together, in `sample` and in `top_ids`. not yet measured
 SAMPLE_BLOCK = 4096
-SAMPLE_WARPS = 8
 TOP_BLOCK = 4096
+SAMPLE_WARPS = 8
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specserve_kernels.triton.launch import ELEMENT_BLOCK, NORM_BLOCK, ROW_WARPS, padded, start
+from specserve_kernels.triton.launch import ELEMENT_BLOCK, NORM_BLOCK, ROPE_HEADS, ROW_WARPS, padded, start
 from specserve_kernels.triton.numerals import rounded
 
 
@@ -100,7 +100,7 @@ def rope(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
     """Rotate [rows, heads, head_dim] by halves in fp32; `table` fp32 [max_positions, head_dim]: cos, then sin."""
     rows, heads, dim = x.shape
     out = torch.empty_like(x)
-    block = min(padded(heads), 8)
+    block = min(padded(heads), ROPE_HEADS)
     grid = (rows, triton.cdiv(heads, block))
     constants = {"HALF": dim // 2, "HALF_PADDED": padded(dim // 2), "HEADS": block}
     start(rope_kernel, grid, x, positions, table, out, heads, warps=ROW_WARPS, **constants)

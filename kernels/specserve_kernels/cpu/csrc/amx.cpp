@@ -187,9 +187,10 @@ static void gemm_int8_tiles(const Gemm& g, int tid, int nth) {
 // ----------------------------------------------------------------------------------------- attention
 // A pass takes lanes whose keys lie in the same slots. Key j of a split is element j % 32 of chunk j / 32 of 32
 // positions, whoever else is in the pass, so a lane's products meet the same tile elements in the same order alone and
-// in company. A key that a lane does not see has weight 0 there and a finite V, which adds exactly nothing; where V is
-// not finite, each row gets a pass of its own, in which what it does not see is zero. All blocks of a piece share V as
-// tiles want it; softmax goes lane by lane, 16 keys at once, and skips lanes that do not exist.
+// in company. A key that a lane does not see has weight 0 there and a finite V, which adds exactly nothing. Rows that see
+// other keys than their neighbours (a tail), or that must not meet a V that is not finite, share a pass as far as all of
+// them see the same, and end it alone, where what they do not see is zero. All blocks of a piece share V as tiles want
+// it; softmax goes lane by lane, 16 keys at once, and skips lanes that do not exist.
 
 constexpr int64_t kChunk = 32;
 constexpr int64_t kChunks = kSplit / kChunk;
@@ -203,23 +204,26 @@ struct PassScratch {
   alignas(64) float scores[kSplit * 16];            // [key, lane]
   alignas(64) float rows[4 * kSplit];               // of four lanes at a time [lane, key], times scale * log2(e)
   alignas(64) uint32_t weights[kChunks * 16 * 16];  // per chunk [lane, pair of keys]
+  alignas(64) float own_scores[kSplit * 16];        // as `scores`, while one row of many is alone
   alignas(64) float out[4 * 256];                   // four tiles [lane, 16 of dim]
 };
 // then queries: of each kv head, of each block, dim / 32 tiles [pair of dim, lane, 2]; then V as tiles, of each chunk
-// dim / 16 tiles [pair of keys, 16 of dim, 2]; then the K and V that a row sees, gathered, [kSplit, dim] each
+// dim / 16 tiles [pair of keys, 16 of dim, 2], once for all and once for a row alone; then the keys, later the values,
+// that a row sees alone, gathered, [kSplit, dim]; then dim / 16 tiles of sums over what all see
 
 static int64_t query_words(const AttentionArgs& a) { return a.dim * 8; }
 
 static size_t attention_scratch_tiles(const AttentionArgs& a) {
   if (!tile_attention(a)) return attention_scratch_generic(a);
   const int64_t queries = a.kv_heads * kCluster * query_words(a) * 4;
-  return sizeof(PassScratch) + (size_t)(queries + 3 * kSplit * a.dim * 2) + 128;
+  return sizeof(PassScratch) + (size_t)(queries + 3 * kSplit * a.dim * 2 + a.dim * 64) + 128;
 }
 
 struct Scratch {
   PassScratch* pass;
   uint32_t* queries;
-  bf16 *values, *gathered;
+  bf16 *values, *own_values, *gathered;
+  float* sums;
 };
 
 static Scratch scratch_at(const AttentionArgs& a, char* memory) {
@@ -227,7 +231,9 @@ static Scratch scratch_at(const AttentionArgs& a, char* memory) {
   s.pass = (PassScratch*)(((uintptr_t)memory + 63) & ~(uintptr_t)63);
   s.queries = (uint32_t*)(s.pass + 1);
   s.values = (bf16*)(s.queries + a.kv_heads * kCluster * query_words(a));
-  s.gathered = s.values + kSplit * a.dim;
+  s.own_values = s.values + kSplit * a.dim;
+  s.gathered = s.own_values + kSplit * a.dim;
+  s.sums = (float*)(s.gathered + kSplit * a.dim);
   return s;
 }
 
@@ -486,18 +492,28 @@ static void tile_values(const AttentionArgs& a, const Groups& g, int64_t keys, F
   finish_stores();
 }
 
-// out: dim / 16 tiles [lane, 16], columns as in `tile_values`; of `lanes` only, unless `all` say that none is kept
-static void tile_output(const AttentionArgs& a, const bf16* values, int64_t keys, Mask lanes, bool all,
-                        PassScratch* s, Fetch& fetch, float* out) {
+// out: dim / 16 tiles [lane, 16], columns as in `tile_values`; of `lanes` only, unless `all` say that none is kept.
+// `sums`: as many tiles to go on from, null for zeros; then `values` begin with the keys of chunk `first`.
+static void tile_output(const AttentionArgs& a, const bf16* values, int64_t first, int64_t keys, const float* sums,
+                        Mask lanes, bool all, PassScratch* s, Fetch& fetch, float* out) {
   for (int64_t d0 = 0; d0 < a.dim; d0 += 64) {
     const bool two = a.dim - d0 > 32;
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
+    if (sums) {
+      _tile_loadd(0, sums + d0 * 16, 64);
+      _tile_loadd(1, sums + d0 * 16 + 256, 64);
+      if (two) {
+        _tile_loadd(2, sums + d0 * 16 + 512, 64);
+        _tile_loadd(3, sums + d0 * 16 + 768, 64);
+      }
+    } else {
+      _tile_zero(0);
+      _tile_zero(1);
+      _tile_zero(2);
+      _tile_zero(3);
+    }
     for (int64_t c = 0; c * kChunk < keys; c++) {
       const bf16* v = values + c * 32 * a.dim + d0 * 32;
-      _tile_loadd(4, s->weights + c * 256, 64);
+      _tile_loadd(4, s->weights + (first + c) * 256, 64);
       _tile_loadd(5, v, 64);
       _tile_dpbf16ps(0, 4, 5);
       _tile_loadd(6, v + 512, 64);
@@ -532,38 +548,68 @@ static bool mixed_values_finite(const AttentionArgs& a, const Groups& g, int64_t
   return true;
 }
 
-static void row_pass(const AttentionArgs& a, const Block& b, int64_t r, int64_t kv_head, int64_t p0,
-                     const uint32_t* queries, const Scratch& s, Partial out) {
-  const int64_t row = b.row + r, seq = a.sequence[row], prefix = a.prefix_len[row];
-  const int64_t keys = lesser(kSplit, prefix + a.tail_len[row] - p0);
-  if (keys <= 0) return;
-  int32_t counts[16];
-  const Mask lanes = row_mask(b, r);
-  for (int i = 0; i < 16; i++) counts[i] = (int32_t)keys;
-  Groups g;
-  Fetch none;
-  const int64_t whole = prefix > p0 ? lesser(kSplit, prefix - p0) / 16 : 0;  // groups without a gap
-  prefix_groups(a, seq, kv_head, p0, whole * 16, g);
-  for (int64_t i = whole; i * 16 < keys; i++) {
-    bf16 *k = s.gathered + i * 16 * a.dim, *v = k + kSplit * a.dim;
-    g.k[i] = k;
-    g.v[i] = v;
-    for (int64_t j = i * 16; j < i * 16 + 16; j++, k += a.dim, v += a.dim) {
-      if (j >= keys) {
-        memset(k, 0, a.dim * 2);
-        continue;
-      }
-      const int64_t p = p0 + j, slot = p < prefix ? p : a.tail_slots[row * a.depth + p - prefix];
-      const int64_t at = cache_offset(a, seq, kv_head, slot);
-      memcpy(k, (const bf16*)a.k_cache + at, a.dim * 2);
-      memcpy(v, (const bf16*)a.v_cache + at, a.dim * 2);
+// Keys, or values, of positions [from, from + keys) that a row sees, `from` a multiple of 16, in groups: where they are if
+// they lie together, else one after another in `to`. What pads the last group is zero. Returns how many groups.
+static int64_t gather(const AttentionArgs& a, int64_t row, int64_t kv_head, int64_t from, int64_t keys,
+                      const void* cache, bf16* to, const bf16** groups) {
+  const int64_t seq = a.sequence[row], prefix = a.prefix_len[row], count = up(keys, 16) / 16;
+  const auto at = [&](int64_t slot) { return (const bf16*)cache + cache_offset(a, seq, kv_head, slot); };
+  for (int64_t i = 0; i < count; i++) {
+    const int64_t first = from + i * 16, seen = lesser(16, keys - i * 16);
+    const int64_t together = prefix < first ? 0 : lesser(seen, prefix - first);  // a page holds whole groups
+    if (together == 16) {
+      groups[i] = at(first);
+      continue;
     }
+    groups[i] = to;
+    if (together) memcpy(to, at(first), together * a.dim * 2);
+    for (int64_t j = together; j < seen; j++)
+      memcpy(to + j * a.dim, at(a.tail_slots[row * a.depth + first + j - prefix]), a.dim * 2);
+    memset(to + seen * a.dim, 0, (16 - seen) * a.dim * 2);
+    to += 16 * a.dim;
   }
   finish_stores();
-  tile_scores(a, g, up(keys, 16) / 16, queries, none, s.pass->scores);
-  tile_softmax(a, keys, counts, lanes, s.pass, none, out);
-  tile_values(a, g, keys, none, s.values);
-  tile_output(a, s.values, keys, lanes, false, s.pass, none, out.out);
+  return count;
+}
+
+// Keys that a row sees in a split.
+static int64_t keys_of(const AttentionArgs& a, int64_t row, int64_t p0) {
+  return lesser(kSplit, a.prefix_len[row] + a.tail_len[row] - p0);
+}
+
+// Some `rows` (bits) of a block, all of which see the groups `g`; V of the whole chunks of these is in `s.values`.
+static void apart_pass(const AttentionArgs& a, const Block& b, uint32_t rows, int64_t kv_head, int64_t p0,
+                       const Groups& g, const uint32_t* queries, const Scratch& s, Partial out) {
+  const int64_t chunks = g.count * 16 / kChunk;
+  float* scores = s.pass->scores + g.count * 256;
+  int32_t counts[16] = {};
+  int64_t most = 0;
+  Mask lanes = 0;
+  Groups own;
+  Fetch none;
+  tile_scores(a, g, g.count, queries, none, s.pass->scores);
+  for (int64_t r = 0; r < b.rows; r++) {
+    if (!(rows >> r & 1)) continue;
+    const int64_t keys = keys_of(a, b.row + r, p0);
+    for (int64_t h = 0; h < b.heads; h++) counts[r * b.heads + h] = (int32_t)keys;
+    const Mask mine = row_mask(b, r);
+    lanes |= mine;
+    most = keys > most ? keys : most;
+    own.count = gather(a, b.row + r, kv_head, p0 + g.count * 16, keys - g.count * 16, a.k_cache, s.gathered, own.k);
+    tile_scores(a, own, own.count, queries, none, s.pass->own_scores);
+    for (int64_t j = 0; j < own.count * 256; j += 16)
+      _mm512_mask_storeu_ps(scores + j, mine, _mm512_loadu_ps(s.pass->own_scores + j));
+  }
+  tile_softmax(a, most, counts, lanes, s.pass, none, out);
+  finish_stores();
+  tile_output(a, s.values, 0, chunks * kChunk, nullptr, 0, true, s.pass, none, s.sums);
+  for (int64_t r = 0; r < b.rows; r++) {
+    if (!(rows >> r & 1)) continue;
+    const int64_t keys = keys_of(a, b.row + r, p0) - chunks * kChunk;
+    gather(a, b.row + r, kv_head, p0 + chunks * kChunk, keys, a.v_cache, s.gathered, own.v);
+    tile_values(a, own, keys, none, s.own_values);
+    tile_output(a, s.own_values, chunks, keys, s.sums, row_mask(b, r), false, s.pass, none, out.out);
+  }
 }
 
 // Which lanes of a block have all their keys of this split at slot = position, and how many each.
@@ -623,17 +669,31 @@ static void attention_split_tiles(const AttentionArgs& a, const Piece& piece, co
     tile_scores(a, g, up(t[i].most, 16) / 16, q, fetch, s.pass->scores);
     tile_softmax(a, t[i].most, t[i].counts, lanes, s.pass, fetch, out);
     if (first) tile_values(a, g, most, fetch, s.values);
-    tile_output(a, s.values, t[i].most, lanes, lanes == all, s.pass, fetch, out.out);
+    tile_output(a, s.values, 0, t[i].most, nullptr, lanes, lanes == all, s.pass, fetch, out.out);
     first = false;
   }
   while (fetch.left) fetch.lines(16);
+  uint32_t apart[kCluster];  // rows of each block
+  int64_t whole = kGroups;   // groups that all of them see
+  bool any = false;
   for (int64_t i = 0; i < piece.count; i++) {
     const Block& b = piece.blocks[i];
-    for (int64_t r = 0; r < b.rows; r++)
-      if (!shared || !(t[i].lanes & row_mask(b, r)))
-        row_pass(a, b, r, piece.kv_head, p0, queries + i * query_words(a), s,
-                 partial_at(partials + i * partial_floats(a.dim)));
+    apart[i] = 0;
+    for (int64_t r = 0; r < b.rows; r++) {
+      const int64_t past = a.prefix_len[b.row + r] - p0;
+      if (keys_of(a, b.row + r, p0) <= 0 || (shared && t[i].lanes & row_mask(b, r))) continue;
+      apart[i] |= 1u << r;
+      whole = lesser(whole, past > 0 ? past / 16 : 0);
+      any = true;
+    }
   }
+  if (!any) return;
+  prefix_groups(a, seq, piece.kv_head, p0, whole * 16, g);
+  tile_values(a, g, whole * 16 / kChunk * kChunk, fetch, s.values);
+  for (int64_t i = 0; i < piece.count; i++)
+    if (apart[i])
+      apart_pass(a, piece.blocks[i], apart[i], piece.kv_head, p0, g, queries + i * query_words(a), s,
+                 partial_at(partials + i * partial_floats(a.dim)));
 }
 
 // as merge_factors, with maxima in units of log 2; a lane that this split adds nothing to is left as it is

@@ -104,16 +104,17 @@ struct AttentionPlan {
   bool cut = false;
 };
 
-// In 16 keys of one block or thereabouts; rows whose tail is in the split go over it one by one.
+// In 16 keys of one block or thereabouts; rows whose tail is in the split go over it apart, and over its end one by one.
 static int64_t piece_cost(const AttentionArgs& a, const Piece& piece) {
   const int64_t p0 = piece.split * kSplit;
   int64_t cost = 8;
   for (int64_t i = 0; i < piece.count; i++) {
     const Block& b = piece.blocks[i];
     const int64_t groups = ceil_div(std::min(kSplit, std::max<int64_t>(b.keys - p0, 0)), 16) + 2;
-    cost += groups;
+    int64_t apart = 0;
     for (int64_t r = b.row; r < b.row + b.rows; r++)
-      if (a.tail_len[r] && a.prefix_len[r] < p0 + kSplit && a.prefix_len[r] + a.tail_len[r] > p0) cost += groups;
+      apart += a.tail_len[r] && a.prefix_len[r] < p0 + kSplit && a.prefix_len[r] + a.tail_len[r] > p0;
+    cost += groups + (apart ? groups + 4 * apart : 0);
   }
   return cost;
 }
