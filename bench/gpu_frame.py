@@ -1,12 +1,14 @@
-"""What the GPU bench is made of: its sizes, the device and its clock, and the lines of its table."""
+"""What the GPU bench is made of: its sizes, the device and its clock, its budgets, and the lines of its table."""
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +19,11 @@ from triton.knobs import CompileTimes
 from specserve.graphs import CudaGraphs
 
 SEED = 1
-COLUMNS = ("part", "case", "ms", "beside", "value", "unit")
+COLUMNS = ("part", "case", "ms", "beside", "value", "unit", "difference", "allowed", "verdict")
+COMPILING = 90.0  # seconds that compilers may take, Triton's and torch's
+FAILED = "FAILED"
+# Largest difference, relative to the largest value, where two ways to compute the same are not alike bit for bit.
+ALLOWED = {torch.bfloat16: 2**-6, torch.float32: 1e-5}
 
 
 @dataclass(frozen=True)
@@ -32,7 +38,9 @@ class Size:
     repeats: int
     warming: int  # calls before those that count
     caches: int  # at most so many take turns
+    prompt: int  # tokens; in full size the answer crosses a split of exact attention
     tokens: int  # of an answer
+    drafts: tuple[tuple[int, bool], ...]  # that guess it: how many nodes, and whether as a tree
     seconds: float
 
 
@@ -62,8 +70,10 @@ FULL = Size(
     repeats=20,
     warming=2,
     caches=16,
+    prompt=240,
     tokens=64,
-    seconds=450.0,
+    drafts=((3, False), (7, False), (7, True)),
+    seconds=450.0,  # of 480: what has begun may end, and there is a start and a report
 )
 SMOKE = Size(
     models={"tiny": _llama(32, 64, 1, 4, 2, 64, True)},
@@ -74,14 +84,16 @@ SMOKE = Size(
     repeats=1,
     warming=0,
     caches=1,
+    prompt=6,
     tokens=4,
-    seconds=120.0,
+    drafts=((3, True),),
+    seconds=600.0,  # enough on any machine: what is left out is not tried
 )
 
 
 @dataclass(frozen=True)
 class Line:
-    """One row of the table: what was timed, and one figure of it."""
+    """One row of the table: what was timed, one figure of it, and how far its result is from what it must be."""
 
     part: str
     case: str
@@ -89,6 +101,30 @@ class Line:
     beside: float | None = None  # ms of what it is held against
     value: float | None = None
     unit: str = ""
+    difference: float | None = None
+    allowed: float | None = None
+    verdict: str = ""  # "ok", FAILED and why, or why it was left out
+
+    def checked(self, difference: float, allowed: float) -> Line:
+        """With its verdict; NaN is no difference that is allowed."""
+        return replace(self, difference=difference, allowed=allowed, verdict="ok" if difference <= allowed else FAILED)
+
+
+def said(error: Exception) -> str:
+    """An error in one short line."""
+    return f"{error!r:.120}"
+
+
+def relative(found: Tensor, wanted: Tensor) -> float:
+    """The largest difference, relative to the largest value."""
+    expected = wanted.cpu().float().double()
+    return float((found.cpu().float().double() - expected).abs().max() / expected.abs().max())
+
+
+def elements(found: Tensor, wanted: Tensor) -> float:
+    """How many have other bits."""
+    one, other = (tensor.contiguous().cpu().view(torch.uint8) for tensor in (found, wanted))
+    return float((one != other).view(-1, found.element_size()).any(1).sum())
 
 
 class Bench:
@@ -106,8 +142,46 @@ class Bench:
         self._random = torch.Generator(device).manual_seed(SEED)
 
     @property
-    def left(self) -> float:
-        return self.size.seconds - (time.perf_counter() - self._began)
+    def used(self) -> float:
+        """Seconds since the start."""
+        return time.perf_counter() - self._began
+
+    @property
+    def allowed(self) -> float:
+        return ALLOWED[self.dtype]
+
+    @property
+    def failed(self) -> list[Line]:
+        return [line for line in self.lines if line.verdict.startswith(FAILED)]
+
+    def may_begin(self, part: str, case: str, until: float, compiling: float = 1.0) -> bool:
+        """Whether less than these shares of the time and of compiling's are used; what is left out is named."""
+        if self.used > until * self.size.seconds:
+            budget = "time"
+        elif self.compiled > compiling * COMPILING:
+            budget = "compiling"
+        else:
+            return True
+        self.tell(Line(part, case, verdict=f"left out: the budget of {budget} is used"))
+        return False
+
+    def attempt(self, part: str, case: str, until: float, work: Callable[[], None]) -> None:
+        """Do it if it may begin. What stops it is told as a failed line, and the bench goes on."""
+        if not self.may_begin(part, case, until):
+            return
+        try:
+            work()
+        except Exception as error:
+            traceback.print_exc()
+            self.tell(Line(part, case, verdict=f"{FAILED}: {said(error)}"))
+
+    def free_bytes(self) -> float:
+        """What the device has left; without one there is no end to what the smoke's shapes may take."""
+        if self.device.type != "cuda":
+            return float("inf")
+        gc.collect()  # captured work and what it works on know each other
+        torch.cuda.empty_cache()
+        return float(torch.cuda.mem_get_info(self.device)[0])
 
     def _compiled(self, *, times: CompileTimes, cache_hit: bool, **_: object) -> None:
         """Triton's compiler made a kernel, or found it in its cache."""
@@ -117,15 +191,20 @@ class Bench:
     def compiling(self) -> Iterator[None]:
         """What is done inside is all compiling, Triton's part included."""
         before, began = self.compiled, time.perf_counter()
-        yield
-        self.compiled = before + time.perf_counter() - began
+        try:
+            yield
+        finally:
+            self.compiled = before + time.perf_counter() - began
 
     def tell(self, line: Line) -> None:
         self.lines.append(line)
         figure = "" if line.ms is None else f" {line.ms:.3f} ms"
         beside = "" if line.beside is None else f" beside {line.beside:.3f} ms"
         value = "" if line.value is None else f" {line.value:.4g} {line.unit}"
-        print(f"[{self.size.seconds - self.left:5.0f} s] {line.part}: {line.case}{figure}{beside}{value}", flush=True)
+        apart = "" if line.difference is None else f" differs by {line.difference:.3g}"
+        most = "" if line.allowed is None else f" of {line.allowed:.3g} allowed"
+        told = f"{line.part}: {line.case}{figure}{beside}{value}{apart}{most} {line.verdict}"
+        print(f"[{self.used:5.0f} s] {told}", flush=True)
 
     def normal(self, *shape: int, scale: float = 1.0, dtype: torch.dtype | None = None) -> Tensor:
         drawn = torch.randn(*shape, generator=self._random, device=self.device, dtype=dtype or self.dtype)

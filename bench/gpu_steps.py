@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import product
 from typing import cast
 
 import torch
@@ -74,21 +77,12 @@ def planned(sequences: int, context: int, nodes: int, pool: PagePool, vocab_size
 def pool_tokens(bench: Bench, config: DecoderConfig) -> int:
     """Tokens of the largest step that fits the device beside the weights."""
     most = bench.size.batches[-1] * (bench.size.contexts[-1] + bench.size.nodes[-1] + PAGE)
-    if bench.device.type != "cuda":
-        return most
-    free = torch.cuda.mem_get_info(bench.device)[0]
-    return int(min(most, 0.6 * free // kv_bytes(bench, config)))
+    return int(min(most, 0.6 * bench.free_bytes() / kv_bytes(bench, config)))
 
 
-def cases(bench: Bench, tokens: int) -> Iterator[tuple[int, int, int]]:
-    """(context, sequences, rows of each) that the pool has room for; the shortest contexts first."""
-    for context in bench.size.contexts:
-        for sequences in bench.size.batches:
-            for rows in bench.size.nodes:
-                if sequences * (context + rows + PAGE) <= tokens:
-                    yield context, sequences, rows
-                else:
-                    print(f"step: {sequences} x {context} tokens do not fit the pool of {tokens}", flush=True)
+def cases(bench: Bench) -> Iterator[tuple[int, int, int]]:
+    """(context, sequences, rows of each), the shortest contexts first."""
+    return product(bench.size.contexts, bench.size.batches, bench.size.nodes)
 
 
 def kv_bytes(bench: Bench, config: DecoderConfig) -> int:
@@ -96,25 +90,32 @@ def kv_bytes(bench: Bench, config: DecoderConfig) -> int:
     return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * bench.dtype.itemsize
 
 
-def steps(bench: Bench, label: str, runner: GpuRunner, chosen: Sequence[tuple[int, int, int]]) -> None:
+def steps(bench: Bench, label: str, runner: GpuRunner, chosen: Iterable[tuple[int, int, int]], until: float) -> None:
     """A whole forward as the engine waits for it, greedy draws included; beside it, the one of one row."""
-    config = runner.decoder.config
     plain: dict[tuple[int, int], float] = {}
     for context, sequences, rows in chosen:
-        case = f"{label}, {sequences} x {context}, {rows} rows"
-        if bench.left < 0.2 * bench.size.seconds:
-            bench.tell(Line("step", f"{case}: left out"))
+        case, tokens = f"{label}, {sequences} x {context}, {rows} rows", sequences * (context + rows + PAGE)
+        if tokens > runner.num_pages * PAGE:
+            bench.tell(Line("step", case, verdict="left out: the device has too little memory"))
             continue
-        step = planned(sequences, context, rows - 1, PagePool(runner.num_pages, PAGE), config.vocab_size)
+        bench.attempt("step", case, until, partial(_step, bench, case, runner, (context, sequences, rows), plain))
 
-        def work(step: StepBatch = step) -> None:
-            runner.forward(step)
 
-        ms = bench.ms(work)
-        beside = plain.setdefault((context, sequences), ms)
-        num_bytes = weight_bytes(runner.decoder) + kv_bytes(bench, config) * sequences * context
-        how = "launches" if runner.bucket_of(step) is None else "graph"
-        bench.tell(Line("step", f"{case} ({how})", ms, beside, bench.share(num_bytes, ms), "% of copy"))
+def _step(
+    bench: Bench,
+    case: str,
+    runner: GpuRunner,
+    sizes: tuple[int, int, int],
+    plain: dict[tuple[int, int], float],
+) -> None:
+    context, sequences, rows = sizes
+    config = runner.decoder.config
+    step = planned(sequences, context, rows - 1, PagePool(runner.num_pages, PAGE), config.vocab_size)
+    ms = bench.ms(lambda: runner.forward(step))
+    beside = plain.setdefault((context, sequences), ms)
+    num_bytes = weight_bytes(runner.decoder) + kv_bytes(bench, config) * sequences * context
+    how = "launches" if runner.bucket_of(step) is None else "graph"
+    bench.tell(Line("step", f"{case} ({how})", ms, beside, bench.share(num_bytes, ms), "% of copy"))
 
 
 class Letters:
@@ -131,49 +132,95 @@ class Letters:
 
 
 class Synthetic:
-    """Chains whose nodes are right with a given chance each: it knows the answer, and a hash decides."""
+    """Drafts whose nodes are right with a given chance each: it knows the answer, and a hash decides.
+
+    As a tree, each node but the last has a sibling that is wrong, so that what is right must be moved.
+    """
 
     name = "synthetic"
     wants_top_ids = False
 
-    def __init__(self, answer: Sequence[int], num_nodes: int, share: float) -> None:
-        self._answer, self._num_nodes, self._share = answer, num_nodes, share
+    def __init__(self, answer: Sequence[int], num_nodes: int, share: float, *, tree: bool) -> None:
+        self.share = share
+        self._answer, self._num_nodes, self._tree = answer, num_nodes, tree
 
     def start(self, view: DraftRow) -> None: ...
 
     def propose(self, rows: Sequence[DraftRow], caps: Sequence[int]) -> list[DraftTree]:
-        return [self._chain(len(row.token_ids), min(cap, self._num_nodes)) for row, cap in zip(rows, caps, strict=True)]
+        return [self._draft(len(row.token_ids), min(cap, self._num_nodes)) for row, cap in zip(rows, caps, strict=True)]
 
-    def _chain(self, length: int, count: int) -> DraftTree:
-        ids = list(self._answer[length : length + count])
+    def _draft(self, length: int, count: int) -> DraftTree:
+        depth = (count + 1) // 2 if self._tree else count
+        ids = list(self._answer[length : length + depth])
         for place in range(len(ids)):
-            if zlib.crc32(f"{length + place}".encode()) / 2**32 >= self._share:
-                ids[place] = 1 if ids[place] != 1 else 0
-        return DraftTree.chain(ids, self.name)
+            if zlib.crc32(f"{length + place}".encode()) / 2**32 >= self.share:
+                ids[place] = _other(ids[place])
+        return _with_siblings(ids, count, self.name) if self._tree else DraftTree.chain(ids, self.name)
 
     def observe(self, view: DraftRow, result: StepResult) -> None: ...
 
     def stop(self, view: DraftRow) -> None: ...
 
 
-def end_to_end(bench: Bench, name: str, runner: GpuRunner) -> None:
-    """The real engine: ms per token of one greedy answer, plain and with drafts that are right so often."""
-    prompt = tuple(range(3, 19))
-    answer = [*prompt, *_answer(bench, runner, prompt, None)[0]]
-    ids, plain = _answer(bench, runner, prompt, None)
-    bench.tell(Line("end to end", f"{name}, plain", plain, None, 1.0, "tokens a step"))
-    for nodes in (3, 7):
-        _answer(bench, runner, prompt, Synthetic(answer, nodes, 0.8))  # captures and compiles what the next ones use
-        for share in (0.6, 0.8):
-            drafter = Synthetic(answer, nodes, share)
-            found, ms = _answer(bench, runner, prompt, drafter)
-            same = sum(a == b for a, b in zip(found, ids, strict=True))
-            case = f"{name}, {nodes} nodes right {share:.0%} of the time; {same} of {len(ids)} ids as plain"
-            bench.tell(Line("end to end", case, ms, plain, plain / ms, "times as fast"))
+def _other(token_id: int) -> int:
+    return 1 if token_id != 1 else 0
+
+
+def _with_siblings(ids: Sequence[int], count: int, name: str) -> DraftTree:
+    """A chain in which every node comes after one that is another id, up to `count` nodes."""
+    tokens: list[int] = []
+    parents: list[int] = []
+    for token_id in ids:
+        parent = len(tokens) - 1
+        if len(tokens) + 2 <= count:
+            tokens.append(_other(token_id))
+            parents.append(parent)
+        tokens.append(token_id)
+        parents.append(parent)
+    return DraftTree(tuple(tokens), tuple(parents), (name,) * len(tokens))
+
+
+def end_to_end(bench: Bench, label: str, runner: GpuRunner, until: float) -> None:
+    """The real engine: ms per token of one greedy answer, plain and with drafts that are right so often.
+
+    In exact numerics every id must be the one that it is without drafts.
+    """
+    vocab_size = runner.decoder.config.vocab_size
+    prompt = tuple((3 + 7 * n) % vocab_size for n in range(bench.size.prompt))
+    if bench.size.warming:
+        _answer(bench, runner, prompt)  # captures and compiles what the next one uses
+    ids, plain = _answer(bench, runner, prompt)
+    bench.tell(Line("end to end", f"{label}, plain", plain, None, 1.0, "times as fast"))
+    for nodes, tree in bench.size.drafts:
+        case = f"{label}, {nodes} nodes in a {'tree' if tree else 'chain'}"
+        if bench.may_begin("end to end", case, until):
+            _with_drafts(bench, case, runner, prompt, ids, plain, nodes, tree)
+
+
+def _with_drafts(
+    bench: Bench,
+    case: str,
+    runner: GpuRunner,
+    prompt: tuple[int, ...],
+    ids: list[int],
+    plain: float,
+    nodes: int,
+    tree: bool,
+) -> None:
+    drafters = [Synthetic([*prompt, *ids], nodes, share, tree=tree) for share in (0.6, 0.8)]
+    if bench.size.warming:
+        _answer(bench, runner, prompt, drafters[0])
+    for drafter in drafters:
+        found, ms = _answer(bench, runner, prompt, drafter)
+        right = f"{case}, right {drafter.share:.0%} of the time"
+        line = Line("end to end", right, ms, plain, plain / ms, "times as fast")
+        others = sum(one != other for one, other in zip(found, ids, strict=True))
+        exact = cast(TritonOps, runner.ops).exact
+        bench.tell(line.checked(others, 0) if exact else replace(line, difference=others))
 
 
 def _answer(
-    bench: Bench, runner: GpuRunner, prompt: tuple[int, ...], drafter: Synthetic | None
+    bench: Bench, runner: GpuRunner, prompt: tuple[int, ...], drafter: Synthetic | None = None
 ) -> tuple[list[int], float]:
     """Ids, and milliseconds per token after the first."""
     tokens = bench.size.tokens
@@ -200,4 +247,6 @@ def _answer(
             if isinstance(event, Delta):
                 began = began or time.perf_counter()
                 ids += [token.token_id for token in event.tokens]
-    return ids, 1e3 * (time.perf_counter() - began) / max(len(ids) - 1, 1)
+    if len(ids) != tokens:
+        raise RuntimeError(f"the answer ended after {len(ids)} of {tokens} tokens")
+    return ids, 1e3 * (time.perf_counter() - began) / (tokens - 1)

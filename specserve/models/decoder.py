@@ -416,19 +416,26 @@ class Decoder:
             return self._fused.forward(
                 ids, positions, slots, rows, kv, num_layers=num_layers, feature_layers=feature_layers
             )
-        ops, eps, layers = self.ops, self.config.rms_norm_eps, self.weights.layers[:num_layers]
+        layers = self.weights.layers[:num_layers]
         norms = [*(layer.attention_norm for layer in layers), self.weights.norm]
-        hidden = ops.embed(ids, self.weights.embed)
-        normed = ops.rms_norm(hidden, norms[0], eps)
+        hidden = self.ops.embed(ids, self.weights.embed)
+        x = self.ops.rms_norm(hidden, norms[0], self.config.rms_norm_eps)
         features = []
         for index, (layer, cache) in enumerate(zip(layers, kv, strict=False)):
-            attended = self._attend(normed, layer, positions, slots, rows, cache)
-            hidden, normed = ops.add_rms_norm(hidden, attended, layer.mlp_norm, eps)
-            inner = ops.silu_mul(ops.linear(normed, layer.gate_up))
-            hidden, normed = ops.add_rms_norm(hidden, ops.linear(inner, layer.down), norms[index + 1], eps)
+            attended = self._attend(x, layer, positions, slots, rows, cache)
+            hidden, x = self._feed_forward(hidden, attended, layer, norms[index + 1])
             if index in feature_layers:
                 features.append(hidden)
-        return normed, torch.stack(features) if features else hidden.new_empty(0, *hidden.shape)
+        return x, torch.stack(features) if features else hidden.new_empty(0, *hidden.shape)
+
+    def _feed_forward(
+        self, hidden: Tensor, attended: Tensor, layer: LayerWeights, next_norm: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The rest of a layer: the residual stream after it, and its norm as the next layer reads it."""
+        ops, eps = self.ops, self.config.rms_norm_eps
+        hidden, x = ops.add_rms_norm(hidden, attended, layer.mlp_norm, eps)
+        inner = ops.silu_mul(ops.linear(x, layer.gate_up))
+        return ops.add_rms_norm(hidden, ops.linear(inner, layer.down), next_norm, eps)
 
     def _attend(
         self, x: Tensor, layer: LayerWeights, positions: Tensor, slots: Tensor, rows: AttentionRows, cache: Tensor

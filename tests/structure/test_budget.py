@@ -25,7 +25,6 @@ MAX_FUNCTION_LINES = 40
 
 # Kernel bodies that are one loop nest and would not get clearer in pieces: "module:function".
 LONG_KERNELS: frozenset[str] = frozenset(
-    {"specserve_kernels.triton.sampling:truncate_kernel", "specserve_kernels.triton.tree_attention:attend_kernel"}
 )
 
 

@@ -1,11 +1,14 @@
 """Drawing on the device: truncation to a threshold, Philox noise, argmax; and the best ids of a row.
 
-`sample` is three launches for all rows. `truncate` (one program a row) turns top-k and top-p into a bound on the logit
-and, where logits are equal, on the id, so that everything after it is elementwise: logits become integers of the same
-order, those that can matter are gathered, and bisection finds where the count or the mass is reached. Masses are fp32
-exponentials summed in fp64 in fixed order. `draw` (one program per chunk of ids) finds the best score of its chunk:
-fp32 logarithms point out the few ids that can be it, and only those get G from fp64 logarithms, as the definition has
-it. `pick` takes the best chunk. Ties go to the lowest id. Integers equal the reference's, whatever the device.
+`sample` and `top_ids` are one launch each: one program a row, which goes over the vocabulary in chunks. A row then has
+one multiprocessor to itself and no more, but every launch saved is 10 to 20 µs of the host, which ought to weigh more;
+that is reasoning, nothing was measured on a GPU.
+
+`sample` first turns top-k and top-p into a bound on the logit and, where logits are equal, on the id, so that all else
+is elementwise: logits become integers of the same order, those that can matter are gathered, and bisection finds where
+the count or the mass is reached. Masses are fp32 exponentials summed in fp64 in fixed order. Then it scores the
+survivors chunk by chunk: fp32 logarithms point out the few ids that can be the best so far, and only those get G from
+fp64 logarithms, as the definition has it. Ties go to the lowest id. Integers equal the reference's on any device.
 """
 
 # Kernels are Triton's language in Python's clothes: their arguments are pointers and scalars that it types itself.
@@ -18,13 +21,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specserve_kernels.triton.launch import ROW_WARPS, SAMPLE_BLOCK, SAMPLE_WARPS, TOP_BLOCK, padded, start
+from specserve_kernels.triton.launch import SAMPLE_BLOCK, SAMPLE_WARPS, TOP_BLOCK, padded, start
 
 GREEDY_BELOW = tl.constexpr(1e-5)  # temperatures below draw the largest logit
 _LOWEST = tl.constexpr(-(2**31))
 _LAST = tl.constexpr(2**31 - 1)
+_LOWEST_PAIR = tl.constexpr(-(2**63))
+_HIGHEST_PAIR = tl.constexpr(2**63 - 1)
 _STEP = tl.constexpr(2.0**-32)
-_LN2 = tl.constexpr(0.6931471805599453)
 # How far an fp32 score may be from the true one: its logarithms are good to 1e-4, its sums to two roundings.
 _NEAR = tl.constexpr(1e-3)
 _NEAR_RELATIVE = tl.constexpr(2.0**-20)
@@ -119,108 +123,20 @@ def _count_from(kept, count, key, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _mass_from(kept, count, key, largest, temperature, BLOCK: tl.constexpr):
-    """The softmax mass, exp(logit / T − largest), of those at `key` or above: fp64."""
+def _weight(value, largest, heat):
+    """exp(logit / T − largest), an fp32 exponential: fp64."""
+    return tl.exp(tl.div_rn(value, heat) - largest).to(tl.float64)
+
+
+@triton.jit
+def _mass_from(kept, count, key, largest, heat, BLOCK: tl.constexpr):
+    """The softmax mass of those at `key` or above: fp64."""
     mass = tl.zeros([BLOCK], tl.float64)
     for first in range(0, count, BLOCK):
         place = first + tl.arange(0, BLOCK)
         value = tl.load(kept + place, mask=place < count, other=0.0)
-        weight = tl.exp(tl.div_rn(value, temperature) - largest).to(tl.float64)
-        mass += tl.where((_ordered(value) >= key) & (place < count), weight, 0.0)
+        mass += tl.where((_ordered(value) >= key) & (place < count), _weight(value, largest, heat), 0.0)
     return tl.sum(mass, axis=0)
-
-
-@triton.jit
-def truncate_kernel(
-    logits, temperature, top_k, top_p, min_p, kept, bound, last_tie, floor, size, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One row: logits whose order is above `bound`, or equal and of an id ≤ `last_tie`, and whose scaled value is at
-    least `floor`, survive. `kept` is scratch of the size of `logits`."""
-    row = tl.program_id(0).to(tl.int64)
-    heat = tl.load(temperature + row)
-    most = tl.load(top_k + row)
-    most = tl.where((most >= size) | (most < 0), 0, most)
-    share = tl.load(top_p + row)
-    least = tl.load(min_p + row)
-    logits += row * size
-    kept += row * size
-    tl.store(bound + row, _LOWEST)
-    tl.store(last_tie + row, _LAST)
-    tl.store(floor + row, float("-inf"))
-    lane = tl.arange(0, BLOCK)
-    if (heat >= GREEDY_BELOW) & ((most > 0) | (share < 1.0) | (least > 0.0)):
-        lane_best = tl.full([BLOCK], _LOWEST, tl.int32)
-        for first in range(0, size, BLOCK):
-            value = tl.load(logits + first + lane, mask=first + lane < size, other=float("-inf"))
-            lane_best = tl.maximum(lane_best, tl.where(first + lane < size, _ordered(value), _LOWEST))
-        highest = tl.max(lane_best, axis=0).to(tl.int64)
-        largest = tl.div_rn(_value(highest), heat)
-        if least > 0.0:
-            tl.store(floor + row, (largest.to(tl.float64) + tl.log(least)).to(tl.float32))
-
-        # What is below `cut` is certainly not kept: the lanes hold `most` logits above it, or the mass below is small.
-        cut = highest * 0 + _LOWEST
-        total = share * 0.0
-        if most > 0:
-            above = highest + 1
-            while above - cut > 1:
-                middle = (above + cut) // 2
-                enough = tl.sum((lane_best >= middle.to(tl.int32)).to(tl.int32), axis=0) >= most
-                cut = tl.where(enough, middle, cut)
-                above = tl.where(enough, above, middle)
-        elif share < 1.0:
-            total = _mass_from(logits, size, _LOWEST, largest, heat, BLOCK)
-            negligible = largest + tl.log((1.0 - share) * total / size).to(tl.float32) - 0.01
-            cut = _ordered(negligible * heat - tl.abs(negligible * heat) * 1e-5).to(tl.int64)
-            cut = tl.minimum(cut, highest)
-
-        if (most > 0) | (share < 1.0):
-            count = most * 0
-            for first in range(0, size, BLOCK):
-                value = tl.load(logits + first + lane, mask=first + lane < size, other=0.0)
-                matters = (first + lane < size) & (_ordered(value) >= cut.to(tl.int32))
-                tl.store(kept + count + tl.cumsum(matters.to(tl.int32), axis=0) - 1, value, mask=matters)
-                count += tl.sum(matters.to(tl.int32), axis=0)
-            tl.debug_barrier()  # other threads read what these stored
-
-            allowed = count  # of those at `cut` exactly
-            if most > 0:
-                above = highest + 1
-                while above - cut > 1:
-                    middle = (above + cut) // 2
-                    enough = _count_from(kept, count, middle.to(tl.int32), BLOCK) >= most
-                    cut = tl.where(enough, middle, cut)
-                    above = tl.where(enough, above, middle)
-                allowed = most - _count_above(kept, count, cut, highest, BLOCK)
-            if share < 1.0:
-                start = cut
-                if most > 0:
-                    total = _mass_above(kept, count, cut, highest, largest, heat, BLOCK)
-                    total += allowed * tl.exp(tl.div_rn(_value(cut), heat) - largest).to(tl.float64)
-                wanted = share * total
-                above = highest + 1
-                while above - cut > 1:
-                    middle = (above + cut) // 2
-                    enough = _mass_from(kept, count, middle.to(tl.int32), largest, heat, BLOCK) >= wanted
-                    cut = tl.where(enough, middle, cut)
-                    above = tl.where(enough, above, middle)
-                weight = tl.exp(tl.div_rn(_value(cut), heat) - largest).to(tl.float64)
-                missing = wanted - _mass_above(kept, count, cut, highest, largest, heat, BLOCK)
-                needed = tl.where(weight * count > missing, tl.ceil(missing / weight), count).to(tl.int32)
-                allowed = tl.maximum(tl.minimum(needed, tl.where(cut == start, allowed, count)), 1)
-            tl.store(bound + row, cut.to(tl.int32))
-
-            ties = _count_from(kept, count, cut.to(tl.int32), BLOCK) - _count_above(kept, count, cut, highest, BLOCK)
-            if ties > allowed:
-                passed = most * 0
-                for first in range(0, size, BLOCK):
-                    value = tl.load(logits + first + lane, mask=first + lane < size, other=0.0)
-                    tie = ((first + lane < size) & (_ordered(value) == cut.to(tl.int32))).to(tl.int32)
-                    rank = passed + tl.cumsum(tie, axis=0)
-                    here = tl.max(tl.where((tie > 0) & (rank == allowed), first + lane, -1), axis=0)
-                    if here >= 0:
-                        tl.store(last_tie + row, here)
-                    passed += tl.sum(tie, axis=0)
 
 
 @triton.jit
@@ -232,61 +148,207 @@ def _count_above(kept, count, key, highest, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _mass_above(kept, count, key, highest, largest, temperature, BLOCK: tl.constexpr):
+def _mass_above(kept, count, key, highest, largest, heat, BLOCK: tl.constexpr):
     mass = (count * 0).to(tl.float64)
     if key < highest:
-        mass += _mass_from(kept, count, (key + 1).to(tl.int32), largest, temperature, BLOCK)
+        mass += _mass_from(kept, count, (key + 1).to(tl.int32), largest, heat, BLOCK)
     return mass
 
 
 @triton.jit
-def draw_kernel(
-    logits, temperature, seed, draw_index, choice, bound, last_tie, floor, scores, best_ids, size, num_chunks,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """The best score of one chunk of one row, and its lowest id; −inf where nothing survives."""
-    row = tl.program_id(0).to(tl.int64)
-    first = tl.program_id(1) * BLOCK
-    ids = first + tl.arange(0, BLOCK)
-    value = tl.load(logits + row * size + ids, mask=ids < size, other=float("-inf"))
-    heat = tl.load(temperature + row)
-    best = tl.full([], float("-inf"), tl.float32)
-    best_id = tl.full([], 0, tl.int32) + first
-    if heat < GREEDY_BELOW:
-        best = tl.max(value, axis=0)
-        best_id = tl.min(tl.where(value == best, ids, _LAST), axis=0)
-    else:
-        scaled = tl.div_rn(value, heat)
-        key, limit = _ordered(value), tl.load(bound + row)
-        alive = (key > limit) | ((key == limit) & (ids <= tl.load(last_tie + row)))
-        alive = alive & (scaled >= tl.load(floor + row)) & (ids < size)
-        key_seed, key_index, key_choice = tl.load(seed + row), tl.load(draw_index + row), tl.load(choice + row)
-        near = scaled + _gumbel_near(_words(first, key_seed, key_index, key_choice, 0, BLOCK))
-        near = tl.where(alive, near, float("-inf"))
-        peak = tl.max(near, axis=0)
-        reach = peak - (2.0 * _NEAR + 2.0 * _NEAR_RELATIVE * tl.abs(peak))
-        left = (near >= reach) & (near > float("-inf"))
-        while tl.max(left.to(tl.int32), axis=0) > 0:
-            candidate = tl.min(tl.where(left, ids, _LAST), axis=0)
-            w0, w1, w2, w3 = philox(candidate // 4, key_seed, key_index, key_choice, 0)
-            turn = candidate % 4
-            word = tl.where(turn == 0, w0, tl.where(turn == 1, w1, tl.where(turn == 2, w2, w3)))
-            score = tl.sum(tl.where(ids == candidate, scaled, 0.0), axis=0) + _gumbel(word)
-            best_id = tl.where(score > best, candidate, best_id)
-            best = tl.maximum(best, score)
-            left = left & (ids != candidate)
-    tl.store(scores + row * num_chunks + tl.program_id(1), best)
-    tl.store(best_ids + row * num_chunks + tl.program_id(1), tl.minimum(best_id, size - 1))
+def _lane_best(logits, size, BLOCK: tl.constexpr):
+    """The largest of the logits that each lane meets, as integers."""
+    lane = tl.arange(0, BLOCK)
+    best = tl.full([BLOCK], _LOWEST, tl.int32)
+    for first in range(0, size, BLOCK):
+        value = tl.load(logits + first + lane, mask=first + lane < size, other=float("-inf"))
+        best = tl.maximum(best, tl.where(first + lane < size, _ordered(value), _LOWEST))
+    return best
 
 
 @triton.jit
-def pick_kernel(scores, best_ids, out, num_chunks, CHUNKS: tl.constexpr):
+def _surely_out(logits, lane_best, highest, largest, heat, most, share, size, BLOCK: tl.constexpr):
+    """A key below which certainly nothing survives, and the mass of the row where top-p needs that.
+
+    The lanes hold `most` logits at the key or above it, or the mass below it is too small to count.
+    """
+    cut = highest * 0 + _LOWEST
+    total = share * 0.0
+    if most > 0:
+        above = highest + 1
+        while above - cut > 1:
+            middle = (above + cut) // 2
+            enough = tl.sum((lane_best >= middle.to(tl.int32)).to(tl.int32), axis=0) >= most
+            cut = tl.where(enough, middle, cut)
+            above = tl.where(enough, above, middle)
+    elif share < 1.0:
+        total = _mass_from(logits, size, _LOWEST, largest, heat, BLOCK)
+        negligible = largest + tl.log((1.0 - share) * total / size).to(tl.float32) - 0.01
+        cut = _ordered(negligible * heat - tl.abs(negligible * heat) * 1e-5).to(tl.int64)
+        cut = tl.minimum(cut, highest)
+    return cut, total
+
+
+@triton.jit
+def _gather(logits, kept, cut, size, BLOCK: tl.constexpr):
+    """Write the logits at `cut` or above to `kept`, in order of ids; returns how many there are."""
+    lane = tl.arange(0, BLOCK)
+    count = tl.full([], 0, tl.int32)
+    for first in range(0, size, BLOCK):
+        value = tl.load(logits + first + lane, mask=first + lane < size, other=0.0)
+        matters = (first + lane < size) & (_ordered(value) >= cut.to(tl.int32))
+        tl.store(kept + count + tl.cumsum(matters.to(tl.int32), axis=0) - 1, value, mask=matters)
+        count += tl.sum(matters.to(tl.int32), axis=0)
+    tl.debug_barrier()  # other threads read what these stored
+    return count
+
+
+@triton.jit
+def _top_k(kept, count, cut, most, highest, BLOCK: tl.constexpr):
+    """The order of the last of the `most` largest, and how many of that order are among them.
+
+    Nothing gathered is below `cut`.
+    """
+    above = highest + 1
+    while above - cut > 1:
+        middle = (above + cut) // 2
+        enough = _count_from(kept, count, middle.to(tl.int32), BLOCK) >= most
+        cut = tl.where(enough, middle, cut)
+        above = tl.where(enough, above, middle)
+    return cut, most - _count_above(kept, count, cut, highest, BLOCK)
+
+
+@triton.jit
+def _top_p(kept, count, cut, allowed, wanted, highest, largest, heat, BLOCK: tl.constexpr):
+    """The order at which the mass from above reaches `wanted`, and how many of that order it takes.
+
+    Nothing gathered is below `cut`, and no more than `allowed` are left there.
+    """
+    start = cut
+    above = highest + 1
+    while above - cut > 1:
+        middle = (above + cut) // 2
+        enough = _mass_from(kept, count, middle.to(tl.int32), largest, heat, BLOCK) >= wanted
+        cut = tl.where(enough, middle, cut)
+        above = tl.where(enough, above, middle)
+    weight = _weight(_value(cut), largest, heat)
+    missing = wanted - _mass_above(kept, count, cut, highest, largest, heat, BLOCK)
+    needed = tl.where(weight * count > missing, tl.ceil(missing / weight), count).to(tl.int32)
+    return cut, tl.maximum(tl.minimum(needed, tl.where(cut == start, allowed, count)), 1)
+
+
+@triton.jit
+def _id_of_tie(logits, cut, which, size, BLOCK: tl.constexpr):
+    """The id of number `which`, from 1, of the logits of order `cut`."""
+    lane = tl.arange(0, BLOCK)
+    passed = tl.full([], 0, tl.int32)
+    found = tl.full([], _LAST, tl.int32)
+    for first in range(0, size, BLOCK):
+        value = tl.load(logits + first + lane, mask=first + lane < size, other=0.0)
+        tie = ((first + lane < size) & (_ordered(value) == cut.to(tl.int32))).to(tl.int32)
+        rank = passed + tl.cumsum(tie, axis=0)
+        found = tl.minimum(found, tl.min(tl.where((tie > 0) & (rank == which), first + lane, _LAST), axis=0))
+        passed += tl.sum(tie, axis=0)
+    return found
+
+
+@triton.jit
+def _truncated(logits, kept, heat, most, share, least, size, BLOCK: tl.constexpr):
+    """Bound, last tie and floor of one row; `kept` is scratch of the row's size.
+
+    Logits whose order is above the bound, or equal and of an id ≤ the last tie, and whose scaled value is at least the
+    floor, survive.
+    """
+    bound = tl.full([], _LOWEST, tl.int32)
+    last_tie = tl.full([], _LAST, tl.int32)
+    floor = tl.full([], float("-inf"), tl.float32)
+    if (most > 0) | (share < 1.0) | (least > 0.0):
+        lane_best = _lane_best(logits, size, BLOCK)
+        highest = tl.max(lane_best, axis=0).to(tl.int64)
+        largest = tl.div_rn(_value(highest), heat)
+        if least > 0.0:
+            floor = (largest.to(tl.float64) + tl.log(least)).to(tl.float32)
+        if (most > 0) | (share < 1.0):
+            cut, total = _surely_out(logits, lane_best, highest, largest, heat, most, share, size, BLOCK)
+            count = _gather(logits, kept, cut, size, BLOCK)
+            allowed = count  # of those at `cut` exactly
+            if most > 0:
+                cut, allowed = _top_k(kept, count, cut, most, highest, BLOCK)
+            if share < 1.0:
+                if most > 0:
+                    total = _mass_above(kept, count, cut, highest, largest, heat, BLOCK)
+                    total += allowed * _weight(_value(cut), largest, heat)
+                cut, allowed = _top_p(kept, count, cut, allowed, share * total, highest, largest, heat, BLOCK)
+            bound = cut.to(tl.int32)
+            ties = _count_from(kept, count, bound, BLOCK) - _count_above(kept, count, cut, highest, BLOCK)
+            if ties > allowed:
+                last_tie = _id_of_tie(logits, cut, allowed, size, BLOCK)
+    return bound, last_tie, floor
+
+
+@triton.jit
+def _largest_id(logits, size, BLOCK: tl.constexpr):
+    """The lowest id of the largest logit."""
+    lane = tl.arange(0, BLOCK)
+    lane_best = tl.full([BLOCK], float("-inf"), tl.float32)
+    lane_id = lane
+    for first in range(0, size, BLOCK):
+        value = tl.load(logits + first + lane, mask=first + lane < size, other=float("-inf"))
+        better = value > lane_best
+        lane_best = tl.where(better, value, lane_best)
+        lane_id = tl.where(better, first + lane, lane_id)
+    return tl.min(tl.where(lane_best == tl.max(lane_best, axis=0), lane_id, _LAST), axis=0)
+
+
+@triton.jit
+def _drawn_id(logits, heat, bound, last_tie, floor, seed, draw_index, choice, size, BLOCK: tl.constexpr):
+    """The lowest id of the best score, logit / T + G, of what survives (see `_truncated`); 0 where nothing does."""
+    best = tl.full([], float("-inf"), tl.float32)
+    best_id = tl.full([], 0, tl.int32)
+    peak = tl.full([], float("-inf"), tl.float32)
+    for first in range(0, size, BLOCK):
+        ids = first + tl.arange(0, BLOCK)
+        value = tl.load(logits + ids, mask=ids < size, other=float("-inf"))
+        scaled, key = tl.div_rn(value, heat), _ordered(value)
+        alive = (key > bound) | ((key == bound) & (ids <= last_tie))
+        alive = alive & (scaled >= floor) & (ids < size)
+        if tl.max(alive.to(tl.int32), axis=0) > 0:  # of a truncated row, most chunks are empty
+            near = scaled + _gumbel_near(_words(first, seed, draw_index, choice, 0, BLOCK))
+            near = tl.where(alive, near, float("-inf"))
+            # fp32 scores are at most one error off: two below the peak, here or in a chunk before, is a lower score.
+            peak = tl.maximum(peak, tl.max(near, axis=0))
+            reach = peak - (2.0 * _NEAR + 2.0 * _NEAR_RELATIVE * tl.abs(peak))
+            left = (near >= reach) & (near > float("-inf"))
+            while tl.max(left.to(tl.int32), axis=0) > 0:
+                candidate = tl.min(tl.where(left, ids, _LAST), axis=0)
+                w0, w1, w2, w3 = philox(candidate // 4, seed, draw_index, choice, 0)
+                turn = candidate % 4
+                word = tl.where(turn == 0, w0, tl.where(turn == 1, w1, tl.where(turn == 2, w2, w3)))
+                score = tl.sum(tl.where(ids == candidate, scaled, 0.0), axis=0) + _gumbel(word)
+                best_id = tl.where(score > best, candidate, best_id)
+                best = tl.maximum(best, score)
+                left = left & (ids != candidate)
+    return best_id
+
+
+@triton.jit
+def sample_kernel(
+    logits, temperature, top_k, top_p, min_p, seed, draw_index, choice, kept, out, size, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The id of one row. `kept` is scratch of the size of `logits`."""
     row = tl.program_id(0).to(tl.int64)
-    chunk = tl.arange(0, CHUNKS)
-    score = tl.load(scores + row * num_chunks + chunk, mask=chunk < num_chunks, other=float("-inf"))
-    ids = tl.load(best_ids + row * num_chunks + chunk, mask=chunk < num_chunks, other=_LAST)
-    best = tl.min(tl.where(score == tl.max(score, axis=0), ids, _LAST), axis=0)
-    tl.store(out + row, tl.where(best == _LAST, 0, best).to(tl.int64))
+    heat = tl.load(temperature + row)
+    logits += row * size
+    drawn = tl.full([], 0, tl.int32)
+    if heat < GREEDY_BELOW:
+        drawn = _largest_id(logits, size, BLOCK)
+    else:
+        most, share, least = tl.load(top_k + row), tl.load(top_p + row), tl.load(min_p + row)
+        most = tl.where((most >= size) | (most < 0), 0, most)
+        bound, last_tie, floor = _truncated(logits, kept + row * size, heat, most, share, least, size, BLOCK)
+        key_seed, key_index, key_choice = tl.load(seed + row), tl.load(draw_index + row), tl.load(choice + row)
+        drawn = _drawn_id(logits, heat, bound, last_tie, floor, key_seed, key_index, key_choice, size, BLOCK)
+    tl.store(out + row, drawn.to(tl.int64))
 
 
 def sample(
@@ -301,60 +363,53 @@ def sample(
 ) -> Tensor:
     """One id per row of processed logits, fp32 [n, vocab] → int64 [n]; arguments as in FusedSampler."""
     rows, size = logits.shape
-    block = min(padded(size, 4), SAMPLE_BLOCK)
-    chunks = triton.cdiv(size, block)
-    kept, scores = torch.empty_like(logits), logits.new_empty(rows, chunks)
-    bound, last_tie = (logits.new_empty(rows, dtype=torch.int32) for _ in range(2))
-    floor, best_ids = logits.new_empty(rows), logits.new_empty(rows, chunks, dtype=torch.int32)
-    out = logits.new_empty(rows, dtype=torch.int64)
+    kept, out = torch.empty_like(logits), logits.new_empty(rows, dtype=torch.int64)
     start(
-        truncate_kernel, (rows,), logits, temperature, top_k, top_p, min_p, kept, bound, last_tie, floor, size,
-        BLOCK=block, warps=SAMPLE_WARPS,
+        sample_kernel, (rows,), logits, temperature, top_k, top_p, min_p, seed, draw_index, choice, kept, out, size,
+        BLOCK=min(padded(size, 4), SAMPLE_BLOCK), warps=SAMPLE_WARPS,
     )  # fmt: skip
-    start(
-        draw_kernel, (rows, chunks), logits, temperature, seed, draw_index, choice, bound, last_tie, floor, scores,
-        best_ids, size, chunks, BLOCK=block, warps=SAMPLE_WARPS,
-    )  # fmt: skip
-    start(pick_kernel, (rows,), scores, best_ids, out, chunks, CHUNKS=padded(chunks), warps=1)
     return out
 
 
 @triton.jit
-def top_kernel(logits, ids_in, values, ids_out, size, COUNT: tl.constexpr, BLOCK: tl.constexpr, INDEXED: tl.constexpr):
-    """The COUNT largest of one chunk of one row, best first, lowest id first among equals; ids_in names the ids."""
+def top_kernel(logits, out, size, COUNT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """The ids of the COUNT largest of one row, best first, lowest id first among equals; WIDTH is COUNT, padded.
+
+    A logit and its id are one int64, the logit's order above the id's complement: larger is better, and no two are
+    equal. `listed` holds the best so far in no order, at first COUNT different ones that lose to any.
+    """
     row = tl.program_id(0).to(tl.int64)
-    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = place < size
-    value = tl.load(logits + row * size + place, mask=inside, other=float("-inf"))
-    ids = place.to(tl.int64)
-    if INDEXED:
-        ids = tl.load(ids_in + row * size + place, mask=inside, other=0)
-    key = tl.where(inside, _ordered(value).to(tl.int64), _LOWEST - 1)
-    target = (row * tl.num_programs(1) + tl.program_id(1)) * COUNT
+    place = tl.arange(0, WIDTH)
+    listed = tl.where(place < COUNT, place.to(tl.int64) + _LOWEST_PAIR, _HIGHEST_PAIR)
+    worst = tl.min(listed, axis=0)
+    for first in range(0, size, BLOCK):
+        ids = first + tl.arange(0, BLOCK)
+        value = tl.load(logits + row * size + ids, mask=ids < size, other=float("-inf"))
+        pair = (_ordered(value).to(tl.int64) << 32) | (ids ^ 0x7FFFFFFF)
+        pair = tl.where(ids < size, pair, _LOWEST_PAIR)
+        best = tl.max(pair, axis=0)
+        while best > worst:
+            listed = tl.where(listed == worst, best, listed)
+            worst = tl.min(listed, axis=0)
+            pair = tl.where(pair == best, _LOWEST_PAIR, pair)
+            best = tl.max(pair, axis=0)
+    listed = tl.where(place < COUNT, listed, _LOWEST_PAIR)
     for turn in range(COUNT):
-        best = tl.max(key, axis=0)
-        winner = tl.min(tl.where((key == best) & inside, ids, _LAST), axis=0)
-        tl.store(values + target + turn, tl.max(tl.where(inside & (ids == winner), value, float("-inf")), axis=0))
-        tl.store(ids_out + target + turn, tl.where(best < _LOWEST, 0, winner))
-        key = tl.where(ids == winner, _LOWEST - 1, key)
+        best = tl.max(listed, axis=0)
+        winner = best.to(tl.int32) ^ 0x7FFFFFFF
+        tl.store(out + row * COUNT + turn, tl.where(winner < size, winner, 0).to(tl.int64))
+        listed = tl.where(listed == best, _LOWEST_PAIR, listed)
 
 
 def top_ids(logits: Tensor, count: int) -> Tensor:
-    """Ids of the `count` largest logits of each row, fp32 [rows, vocab] → int64 [rows, count]; lowest id first."""
+    """Ids of the `count` largest logits of each row, fp32 [rows, vocab] → int64 [rows, count]; lowest id first.
+
+    Where `count` is more than there are, the rest are 0.
+    """
     rows, size = logits.shape
-    block = min(padded(size), max(TOP_BLOCK, padded(count)))
-    chunks = triton.cdiv(size, block)
-    values = logits.new_empty(rows, chunks * count)
-    ids = logits.new_empty(rows, chunks * count, dtype=torch.int64)
-    constants = {"COUNT": count, "warps": ROW_WARPS}
-    start(top_kernel, (rows, chunks), logits, ids, values, ids, size, BLOCK=block, INDEXED=False, **constants)
-    if chunks == 1:
-        return ids
-    # a chunk with fewer than `count` ids repeats id 0 at −inf, which loses to its first appearance
-    best = logits.new_empty(rows, count, dtype=torch.int64)
-    width = chunks * count
+    out = logits.new_empty(rows, count, dtype=torch.int64)
     start(
-        top_kernel, (rows, 1), values, ids, values.new_empty(rows, count), best, width, BLOCK=padded(width),
-        INDEXED=True, **constants,
+        top_kernel, (rows,), logits, out, size, COUNT=count, WIDTH=padded(count), BLOCK=min(padded(size), TOP_BLOCK),
+        warps=SAMPLE_WARPS,
     )  # fmt: skip
-    return best
+    return out
