@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 
 import specserve_kernels
 import torch
-from specserve_drafts import MODEL_FREE, draft_bytes_per_token, head_lines, make_auto, make_drafter
+from specserve_drafts import MODEL_FREE, draft_footprint, head_lines, make_auto, make_drafter
 
 from specserve import sweep
-from specserve.config import GIB, CacheConfig, EngineConfig, ModelLimits, SpeculationConfig
+from specserve.config import GIB, SAMPLING_DRAFTERS, CacheConfig, EngineConfig, ModelLimits, SpeculationConfig
 from specserve.controller import Controller
 from specserve.costs import StepCosts
 from specserve.engine import Engine
@@ -30,7 +30,7 @@ from specserve.grammar import GrammarCompiler
 from specserve.models.decoder import Decoder, DecoderConfig
 from specserve.models.hub import resolve_model
 from specserve.models.weights import load_decoder
-from specserve.proposal import Drafter
+from specserve.proposal import Drafter, DraftRow
 from specserve.runner import CpuRunner, Runner
 from specserve.tokenizer import Tokenizer
 
@@ -45,6 +45,7 @@ Progress = Callable[[str, int, int], None]
 
 DEFAULT_KV_CACHE_GIB = 4.0
 DEFAULT_KV_CACHE_SHARE = 0.25
+WARM_NODES = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +80,7 @@ def build(config: EngineConfig, progress: Progress | None = None, clock: Callabl
     runner = make_runner(config, decoder, ops, folder)
     drafters = make_drafters(config.speculation, runner, clock)
     if not isinstance(runner, CpuRunner):
-        runner.warm_up()
+        warm_up(runner, drafters)
     limits = replace(limits, drafters=("off", *drafters))
     controller = Controller(config.speculation, step_costs(config, limits, runner, tokenizer))
     launch = None if isinstance(runner, CpuRunner) else runner.launch
@@ -137,10 +138,10 @@ def share_memory(config: EngineConfig, decoder: Decoder) -> tuple[EngineConfig, 
     from specserve import gpu_build
 
     itemsize = decoder.dtype.itemsize
-    draft_bytes = draft_bytes_per_token(config.speculation, model, itemsize, decoder.fingerprint)
-    page_bytes = (kv_bytes_per_token(model, itemsize) + draft_bytes) * cache.page_size
+    drafts = draft_footprint(config, model, itemsize, decoder.fingerprint)
+    page_bytes = (kv_bytes_per_token(model, itemsize) + drafts.per_token) * cache.page_size
     max_model_len = config.max_model_len or model.max_position_embeddings
-    plan = gpu_build.memory_plan(config, decoder, max_model_len, page_bytes)
+    plan = gpu_build.memory_plan(config, decoder, max_model_len, page_bytes, drafts.fixed)
     return replace(config, cache=replace(cache, num_pages=plan.num_pages)), [plan.line]
 
 
@@ -158,6 +159,23 @@ def make_runner(config: EngineConfig, decoder: Decoder, ops: Ops, folder: Path) 
     from specserve import gpu_build
 
     return gpu_build.make_runner(config, decoder, cache.num_pages, config.max_model_len, folder)
+
+
+def warm_up(runner: GpuRunner, drafters: Mapping[str, Drafter]) -> None:
+    """Capture and compile what the first steps run: the target's, and trees of the drafters with forwards of their own.
+
+    Trees are grown in pages that are nobody's yet, below a root that comes first in its sequence: no slot is read that
+    was not written.
+    """
+    runner.warm_up()
+    num_pages = min(-(-(1 + WARM_NODES) // runner.page_size), runner.num_pages)
+    cap = min(WARM_NODES, num_pages * runner.page_size - 1)
+    row = DraftRow("warm-up", (0,), 1, 0, seed=0, choice=0, temperature=0.0, salt="", pages=range(num_pages))
+    for name in SAMPLING_DRAFTERS:
+        if name in drafters and cap > 0:
+            for temperature in (0.0, 1.0):
+                drafters[name].propose([row._replace(temperature=temperature)], [cap])
+            drafters[name].stop(row)
 
 
 def grammar_compiler(folder: Path, limits: ModelLimits) -> GrammarCompiler:
@@ -193,7 +211,7 @@ def make_drafters(
         ConfigError, ModelError, WeightsError: the configured drafter cannot be had; the message says why.
     """
     drafters = {name: make_drafter(name, config, forward) for name in MODEL_FREE}
-    if forward is None or forward.decoder.device.type != "cpu":  # those with weights run in main memory
+    if forward is None:
         return drafters | {"auto": make_auto(drafters, forward, clock)}
     configured = {
         "early_exit": config.early_exit_layers is not None,
@@ -220,8 +238,8 @@ def resolve(config: EngineConfig, model: DecoderConfig, kv_itemsize: int, finger
         raise ConfigError(f"max_model_len is {max_model_len}; the model's context is {context} tokens")
     num_pages = config.cache.num_pages
     if num_pages is None:
-        draft_bytes = draft_bytes_per_token(config.speculation, model, kv_itemsize, fingerprint)
-        num_pages = _pages_in_memory(config, model, max_model_len, kv_itemsize, draft_bytes)
+        drafts = draft_footprint(config, model, kv_itemsize, fingerprint)
+        num_pages = _pages_in_memory(config, model, max_model_len, kv_itemsize, drafts.per_token)
     return replace(config, max_model_len=max_model_len, cache=replace(config.cache, num_pages=num_pages))
 
 

@@ -1,13 +1,12 @@
 """What an engine on a GPU is made of: the device, its operations, its share of memory, its runner.
 
-Nothing here is loaded where the configuration says CPU. Drafters with weights of their own (a draft model, an EAGLE
-head, early exit) still lay out their rows in main memory and are refused on a GPU; all others run.
+Nothing here is loaded where the configuration says CPU.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from specserve_kernels import Ops
@@ -30,8 +29,6 @@ from specserve.gpu_runner import GpuRunner
 from specserve.graphs import CudaGraphs
 from specserve.models.decoder import Decoder, DecoderConfig
 
-DRAFTERS_WITH_WEIGHTS = ("draft_model", "early_exit", "eagle")
-
 
 def device_of(config: EngineConfig) -> torch.device:
     """The GPU that an engine runs on.
@@ -43,15 +40,6 @@ def device_of(config: EngineConfig) -> torch.device:
         raise ConfigError(f"device is {config.device!r} and torch {torch.__version__} finds no CUDA device here")
     if config.kernels != "auto":
         raise ConfigError(f"kernels is {config.kernels!r}; on a GPU they are always Triton's, leave it at 'auto'")
-    speculation = config.speculation
-    asked = {
-        "draft_model": speculation.draft_model,
-        "eagle": speculation.eagle_head,
-        "early_exit": speculation.early_exit_layers,
-    }
-    for name in DRAFTERS_WITH_WEIGHTS:
-        if speculation.drafter == name or asked[name] is not None:
-            raise ConfigError(f"drafter {name!r} does not run on a GPU yet; it runs with device 'cpu'")
     return torch.device("cuda", torch.cuda.current_device())
 
 
@@ -60,25 +48,34 @@ def gpu_ops(config: EngineConfig) -> Ops:
     return cast(Ops, TritonOps(exact=config.numerics == "exact"))
 
 
-def memory_plan(config: EngineConfig, decoder: Decoder, max_model_len: int, page_bytes: int) -> MemoryPlan:
-    """The device's memory, shared out; the weights are on it already.
+class Held(NamedTuple):
+    """Bytes that no size of the target tells: in use by others, of its weights as allocated, of drafters to come."""
+
+    others: int
+    weights: int
+    drafters: int
+
+
+def memory_plan(
+    config: EngineConfig, decoder: Decoder, max_model_len: int, page_bytes: int, drafters: int
+) -> MemoryPlan:
+    """The device's memory, shared out; the weights are on it already, and `drafters` bytes are still to come.
 
     Raises:
         ConfigError: one context of `max_model_len` does not fit.
     """
     free, total = torch.cuda.mem_get_info(decoder.device)
     weights = torch.cuda.memory_allocated(decoder.device)
-    demand = demand_of(config, decoder.config, decoder.dtype.itemsize, max_model_len, weights, total - free - weights)
+    held = Held(max(total - free - weights, 0), weights, drafters)
+    demand = demand_of(config, decoder.config, decoder.dtype.itemsize, max_model_len, held)
     cache = config.cache
     return plan_memory(total, cache.gpu_memory_utilization, demand, page_bytes, cache.page_size, max_model_len)
 
 
-def demand_of(
-    config: EngineConfig, model: DecoderConfig, itemsize: int, max_model_len: int, weights: int, others: int
-) -> Demand:
+def demand_of(config: EngineConfig, model: DecoderConfig, itemsize: int, max_model_len: int, held: Held) -> Demand:
     """What is taken before the pool gets any. Every row of a step may draw: a request may ask for its prompt's logits.
 
-    `draft_weights` is 0 as long as no drafter with weights runs here.
+    A draft forward runs between two steps, in the memory that steps without a graph are counted for.
     """
     sizes = ModelSizes(
         hidden_size=model.hidden_size,
@@ -97,9 +94,9 @@ def demand_of(
 
     buckets = make_buckets(rows, -(-max_model_len // page_size), page_size, most_rows)
     return Demand(
-        others=max(others, 0),
-        weights=weights,
-        draft_weights=0,
+        others=held.others,
+        weights=held.weights,
+        drafters=held.drafters,
         logits=logits_bytes(rows, model.vocab_size),
         activations=activation_bytes(rows, sizes),
         attention=ATTENTION_WORKSPACE_BYTES,

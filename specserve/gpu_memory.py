@@ -38,7 +38,7 @@ class Demand:
 
     others: int  # other processes, the driver's context, what is allocated and is not weights
     weights: int
-    draft_weights: int
+    drafters: int  # their weights, rotary tables and scratch; what they keep of each token is in the pool's pages
     logits: int
     activations: int
     attention: int

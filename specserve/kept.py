@@ -60,17 +60,17 @@ class KeptRows:
         for kept in self._all():
             kept.view(*self._pages, -1)[pages] = 0
 
-    def hidden(self, slots: Sequence[int]) -> Tensor:
-        """Hidden states after the final norm, [n, hidden_size]; ValueError if they are not kept."""
+    def hidden(self, slots: Tensor) -> Tensor:
+        """Hidden states after the final norm, [n, hidden_size], of slots int64 [n]; ValueError if they are not kept."""
         if self._hidden is None:
             raise ValueError("no hidden states are kept; ask for them when the drafter is made")
-        return self._hidden[torch.tensor(slots, dtype=torch.int64)]
+        return self._hidden[slots]
 
-    def features(self, slots: Sequence[int]) -> Tensor:
+    def features(self, slots: Tensor) -> Tensor:
         """[n, layers * hidden_size], layers side by side; ValueError if they are not kept."""
         if self._features is None:
             raise ValueError("no features are kept; ask for them when the drafter is made")
-        return self._features[torch.tensor(slots, dtype=torch.int64)]
+        return self._features[slots]
 
     def _all(self) -> list[Tensor]:
         return [kept for kept in (self._hidden, self._features) if kept is not None]

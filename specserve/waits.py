@@ -20,7 +20,7 @@ from specserve.request import Sequence
 class Wait(StrEnum):
     """A feature that synchronises. Adding one means adding it here."""
 
-    HOST_DRAFTER = "host_drafter"  # nodes are guessed on the host, from the tokens that the last step committed
+    HOST_DRAFTER = "host_drafter"  # trees are grown on the host, those of a model from scores read level by level
     TOP_IDS = "top_ids"  # a drafter learns from the largest logits of every row
     SAMPLED = "sampled"  # rows drawn with noise are a launch of their own after the forward, with its own answer
     BLOCK = "block"  # block verification tests the rows of its chain on the host

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from tiny import write_tiny_llama
 from torch import Tensor
 
 Tensors = dict[str, Tensor]
@@ -129,3 +130,30 @@ def write_head(folder: Path, config: dict[str, Any], tensors: Tensors, layout: s
     else:
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
+
+
+def write_one_layer_target(folder: Path) -> Path:
+    """One layer and small embeddings: what it says hangs on its layer alone, so a head can say the same."""
+    write_tiny_llama(folder, layers=1, tied=False, hidden=64)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.embed_tokens.weight"] *= 0.02
+    tensors["lm_head.weight"] *= 3.0
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def near_perfect_head(target_folder: Path) -> tuple[dict[str, Any], Tensors]:
+    """The target's only layer as a head: its attention reads the embedding, and its residual stream starts from 0."""
+    config = json.loads((target_folder / "config.json").read_text())
+    options = {"norm_before_residual": True, "eagle_aux_hidden_state_layer_ids": [1], "draft_vocab_size": 250}
+    head = head_config(config, **options)
+    tensors = head_tensors(head, num_features=1, own_head=False)
+    own = load_file(target_folder / "model.safetensors")
+    for name in tensors:
+        stored = own.get(name.replace("layers.0.", "model.layers.0."))
+        if stored is not None:
+            wide = "_proj" in name and stored.shape != tensors[name].shape
+            tensors[name] = torch.cat((stored, torch.zeros_like(stored)), 1) if wide else stored
+    tensors["norm.weight"] = own["model.norm.weight"]
+    tensors["layers.0.hidden_norm.weight"] = torch.zeros(config["hidden_size"])
+    return head, tensors

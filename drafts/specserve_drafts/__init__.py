@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from specserve.config import SpeculationConfig
+from specserve.config import EngineConfig, SpeculationConfig
 from specserve.forward import Forward
 from specserve.models.decoder import DecoderConfig
 from specserve.proposal import Drafter
 
-__all__ = ["MODEL_FREE", "draft_bytes_per_token", "head_lines", "make_auto", "make_drafter"]
+if TYPE_CHECKING:
+    from specserve_drafts.footprint import Footprint
+
+__all__ = ["MODEL_FREE", "draft_footprint", "head_lines", "make_auto", "make_drafter"]
 
 MODEL_FREE = ("ngram", "suffix", "recycling", "prediction")
 
@@ -81,21 +85,8 @@ def head_lines(drafters: Mapping[str, Drafter], encode: Callable[[str], Sequence
     return [f"EAGLE head: {told}" for told in (str(found), found.warning) if told]
 
 
-def draft_bytes_per_token(config: SpeculationConfig, target: DecoderConfig, itemsize: int, fingerprint: str) -> int:
-    """What drafters add to each token of the pool, in bytes: kept rows and layers of their own.
+def draft_footprint(config: EngineConfig, target: DecoderConfig, itemsize: int, fingerprint: str) -> Footprint:
+    """What drafters will take of memory: bytes for each token of the pool, and bytes once (footprint.py)."""
+    from specserve_drafts import footprint
 
-    `itemsize` is that of a number of the KV, `fingerprint` the target's. An EAGLE head counts as three features and one
-    layer like the target's.
-    """
-    from specserve_drafts.eagle import shipped_head
-
-    numbers, shipped = 0, shipped_head(fingerprint)
-    if config.drafter in ("auto", "recycling") and shipped is None:
-        numbers += target.hidden_size
-    if config.drafter == "eagle" or config.eagle_head is not None or (config.drafter == "auto" and shipped is not None):
-        numbers += 3 * target.hidden_size + 2 * target.num_key_value_heads * target.head_dim
-    if config.draft_model is None:
-        return numbers * itemsize
-    from specserve_drafts.draft_model import kv_bytes_per_token
-
-    return numbers * itemsize + kv_bytes_per_token(config.draft_model, itemsize)
+    return footprint.draft_footprint(config, target, itemsize, fingerprint)

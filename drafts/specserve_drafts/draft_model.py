@@ -7,7 +7,6 @@ added tokens) is never proposed. Its context may be shorter: it then reads the l
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from specserve.errors import ConfigError
 from specserve.forward import Forward
-from specserve.models.decoder import Decoder, DecoderConfig
+from specserve.models.decoder import Decoder
 from specserve.models.hub import resolve_model
 from specserve.models.weights import load_decoder
 from specserve.proposal import DraftRow, DraftTree, StepResult
@@ -26,7 +25,7 @@ from specserve_drafts.grow import Level, Shape, TreeGrower
 
 
 def load_draft_model(name: str, forward: Forward, window: int) -> DraftModelDrafter:
-    """The drafter for a model name (folder, .gguf file or hub id), in the target's dtype and weight format.
+    """The drafter for a model name (folder, .gguf file or hub id), in the target's dtype and weight format, beside it.
 
     Raises:
         ModelNotFound, ModelError, WeightsError: the model cannot be had or used.
@@ -36,14 +35,9 @@ def load_draft_model(name: str, forward: Forward, window: int) -> DraftModelDraf
     target = forward.decoder
     num_ids = None if forward.folder is None else num_shared_ids(token_strings(forward.folder), token_strings(folder))
     quantization = None if target.weights.head.scale is None else "int8"
-    decoder = load_decoder(folder, forward.ops, str(target.dtype).removeprefix("torch."), quantization)
+    dtype = str(target.dtype).removeprefix("torch.")
+    decoder = load_decoder(folder, forward.ops, dtype, quantization, target.device)
     return DraftModelDrafter(forward, decoder, window, num_ids)
-
-
-def kv_bytes_per_token(name: str, itemsize: int) -> int:
-    """What a draft model's layers add to each token of the pool, in bytes."""
-    config = DecoderConfig.from_folder(resolve_model(name))
-    return math.prod(config.kv_shape(1, 1)) * itemsize
 
 
 def token_strings(folder: Path) -> list[str | None]:
@@ -133,6 +127,7 @@ class DraftModelDrafter:
         return trees
 
     def _hidden(self, batch: DraftBatch) -> Tensor:
+        batch = batch.to(self._decoder.device)
         ids = torch.where(batch.ids < self._vocab_size, batch.ids, 0)
         return self._decoder.forward(ids, batch.positions, batch.slots, batch.attention, self._layers.kv)
 

@@ -1,9 +1,10 @@
 """Rows of draft forwards over the shared pool: a drafter's own layers, how far they are filled, and where nodes go.
 
 A drafter's KV tensor has the target's pages, with slot i of a sequence where the target's is, and behind them pages of
-scratch for nodes. Committed tokens, and the root with them, are filled in at most FILL_ROWS a call; nodes are never
-kept: what was accepted comes back as committed tokens. So content depends on committed tokens alone, and whoever fills
-a page that sequences share writes the same bits.
+scratch for nodes; it lies where the target runs. Rows are laid out in main memory, and a batch is moved there in one
+go. Committed tokens, and the root with them, are filled in at most FILL_ROWS a call; nodes are never kept: what was
+accepted comes back as committed tokens. So content depends on committed tokens alone, and whoever fills a page that
+sequences share writes the same bits.
 """
 
 from __future__ import annotations
@@ -22,25 +23,40 @@ from specserve.forward import Forward
 from specserve.models.decoder import DecoderConfig
 from specserve.proposal import DraftRow
 from specserve_drafts.grow import Level, Root
+from specserve_drafts.transfer import in_one_transfer
 
 # rows of one call, over all sequences: a step then costs about what one with a chunk of a prompt does
 FILL_ROWS = 512
-# nodes of one call, over all sequences; untouched memory costs nothing
+# nodes of one call, over all sequences; in main memory, what is untouched costs nothing
 SCRATCH_SLOTS = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class DraftBatch:
-    """One draft forward, as `Decoder.run` takes it. int64 but `attention`'s int32.
+    """One draft forward, as `Decoder.run` takes it, in main memory until it is moved. int64 but `attention`'s int32.
 
-    `previous`: pool-wide slots of the tokens before each row's, -1 = there is none; empty for rows of nodes.
+    `previous` is what each row goes on from: the pool-wide slot of the token before it, -1 = there is none; of nodes,
+    `Level.parents`.
     """
 
     ids: Tensor  # [rows]
     positions: Tensor  # [rows]
     slots: Tensor  # [rows], pool-wide
+    previous: Tensor  # [rows]
     attention: AttentionRows
-    previous: tuple[int, ...] = ()
+
+    def to(self, device: torch.device) -> DraftBatch:
+        """The batch where it is to be run."""
+        seen = self.attention
+        fields = (seen.sequence, seen.prefix_len, seen.tail_slots, seen.tail_len, seen.page_table)
+        given = (self.ids, self.positions, self.slots, self.previous, *fields)
+        ids, positions, slots, previous, *moved = in_one_transfer(given, device)
+        return DraftBatch(ids, positions, slots, previous, AttentionRows(*moved))
+
+
+def scratch_pages(page_size: int) -> int:
+    """Pages behind the pool's, for nodes."""
+    return -(-SCRATCH_SLOTS // page_size)
 
 
 def page_table(pages: Sequence[Sequence[int]]) -> NDArray[np.int32]:
@@ -82,7 +98,7 @@ class Places:
         self._position = np.array([place.position for place in places])
 
     def root_rows(self, token_ids: Sequence[int]) -> DraftBatch:
-        """The forward of the roots themselves, for a drafter whose past is there already."""
+        """The forward of the roots themselves, for a drafter whose past is there already and is all that it reads."""
         count, size = len(self._position), self._page_size
         slots = self._prefix_len.astype(np.int64) - 1
         pages = self._pages[np.arange(count), slots // size].astype(np.int64)
@@ -97,6 +113,7 @@ class Places:
             ids=torch.tensor(token_ids),
             positions=torch.from_numpy(self._position),
             slots=torch.from_numpy(pages * size + slots % size),
+            previous=torch.full((count,), -1),
             attention=attention,
         )
 
@@ -116,6 +133,7 @@ class Places:
             ids=torch.from_numpy(level.token_ids),
             positions=torch.from_numpy(self._position[sequence] + level.depths),
             slots=torch.from_numpy(pages * size + slots % size),
+            previous=torch.from_numpy(level.parents),
             attention=attention,
         )
 
@@ -150,7 +168,7 @@ class Ready:
 
 
 RunRows = Callable[[DraftBatch], Tensor]
-"""Runs rows through a drafter's layers, K and V into its `kv`; gives one output a row, [rows, ...]."""
+"""Moves a batch, runs it through a drafter's layers, K and V into its `kv`; gives one output a row, [rows, ...]."""
 
 
 class DraftLayers:
@@ -175,8 +193,8 @@ class DraftLayers:
         layers, kv_heads, head_dim = shape
         self.page_size = forward.page_size
         self._first_scratch = forward.num_pages
-        num_pages = forward.num_pages + -(-SCRATCH_SLOTS // self.page_size)
-        self.kv = torch.empty(layers, 2, num_pages, kv_heads, self.page_size, head_dim, dtype=dtype)
+        kv_shape = (layers, 2, forward.num_pages + scratch_pages(self.page_size), kv_heads, self.page_size, head_dim)
+        self.kv = torch.empty(kv_shape, dtype=dtype, device=forward.decoder.device)
         forward.add_group(self.kv)
         self._max_positions = max_positions
         self._restarts = restarts
@@ -275,7 +293,7 @@ class DraftLayers:
             used += caps[i]
         if not indices:
             return None
-        root_rows = [batch.root_rows[i] for i in indices]
+        [root_rows] = in_one_transfer([torch.tensor([batch.root_rows[i] for i in indices])], outputs.device)
         return Ready(indices, roots, Places(places, self.page_size), outputs[root_rows])
 
     def _place(self, row: DraftRow, filled: _Filled, cap: int, used: int, position: int) -> Place:
@@ -347,6 +365,6 @@ class _FillRows:
             ids=torch.tensor(self.ids),
             positions=torch.tensor(self.positions),
             slots=torch.tensor(self.slots),
+            previous=torch.tensor(self.previous),
             attention=attention,
-            previous=tuple(self.previous),
         )

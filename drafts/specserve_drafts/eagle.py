@@ -94,8 +94,8 @@ class EagleDrafter:
         outputs = [ready.outputs]  # of all rows of this call, as `Level.parents` counts them
 
         def expand(level: Level) -> Tensor:
-            parents = torch.cat(outputs)[torch.from_numpy(level.parents)]
-            outputs.append(self._run(ready.places.rows(level), self.head.feedback(parents)))
+            batch = self._moved(ready.places.rows(level))
+            outputs.append(self._run(batch, self.head.feedback(torch.cat(outputs)[batch.previous])))
             return self.head.logits(outputs[-1])
 
         grown = self._trees.grow(ready.roots, self.head.logits(ready.outputs), expand)
@@ -105,14 +105,19 @@ class EagleDrafter:
 
     def _fill(self, batch: DraftBatch) -> Tensor:
         """Rows of committed tokens, from what the target kept of the tokens before them."""
+        batch = self._moved(batch)
         kept = self._forward.kept.features if self._reads_features else self._forward.kept.hidden
         hidden = self.head.fuse(kept(batch.previous))
-        hidden[torch.tensor(batch.previous) < 0] = 0.0  # slot 0, which nobody reads
+        hidden.masked_fill_((batch.previous < 0)[:, None], 0.0)  # slot 0, which nobody reads
         return self._run(batch, hidden)
 
-    def _run(self, batch: DraftBatch, hidden: Tensor) -> Tensor:
+    def _moved(self, batch: DraftBatch) -> DraftBatch:
+        """To where the head is, with what its rows see."""
         attention = without_slot_zero(batch, self._layers.page_size)
-        return self.head.forward(batch.ids, hidden, batch.positions, batch.slots, attention, self._layers.kv)
+        return replace(batch, attention=attention).to(self._forward.decoder.device)
+
+    def _run(self, batch: DraftBatch, hidden: Tensor) -> Tensor:
+        return self.head.forward(batch.ids, hidden, batch.positions, batch.slots, batch.attention, self._layers.kv)
 
     def observe(self, view: DraftRow, result: StepResult) -> None:
         self._trees.learn(view.sequence_id, result)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from specserve_kernels import AttentionRows
@@ -79,17 +79,17 @@ class HeadCheck:
 @torch.inference_mode()
 def check_head(head: EagleHead, target: Decoder, ids: Sequence[int]) -> HeadCheck:
     """Run target and head over `ids` (3 or more, within the target's context), in memory of their own."""
-    text = torch.tensor(ids)
+    text = torch.tensor(ids).to(target.device)
     features, best = _read(head, target, text)
     found = _agreement(head, text, features, best)
-    covered = torch.ones(1) if head.target_ids is None else torch.isin(best[1:], head.target_ids).float()
+    covered = 1.0 if head.target_ids is None else float(torch.isin(best[1:], head.target_ids).float().mean())
     better = [
         f"with {name} it would agree at {other.first:.0%} instead of {found.first:.0%} of positions, one step on at"
         f" {other.second:.0%} instead of {found.second:.0%}"
         for name, variant in _variants(head)
         if _is_better(other := _agreement(variant, text, features, best), found)
     ]
-    return HeadCheck(len(text) - 1, found, float(covered.mean()), "; ".join(better))
+    return HeadCheck(len(text) - 1, found, covered, "; ".join(better))
 
 
 def _variants(head: EagleHead) -> list[tuple[str, EagleHead]]:
@@ -113,25 +113,27 @@ def _is_better(other: Agreement, found: Agreement) -> bool:
 
 def _read(head: EagleHead, target: Decoder, ids: Tensor) -> tuple[Tensor, Tensor]:
     """What the head reads of each token, and the token that the target would draw after it at temperature 0."""
-    count = len(ids)
-    positions = torch.arange(count)
-    kv = torch.empty(target.config.kv_shape(-(-count // _PAGE_SIZE), _PAGE_SIZE), dtype=target.dtype)
-    layers = head.config.feature_layers
-    hidden, features = target.run(ids, positions, positions, _causal(count, count), kv, feature_layers=layers)
+    count, device = len(ids), ids.device
+    positions = torch.arange(count, device=device)
+    kv_shape = target.config.kv_shape(-(-count // _PAGE_SIZE), _PAGE_SIZE)
+    kv = torch.empty(kv_shape, dtype=target.dtype, device=device)
+    rows, layers = _causal(count, count, device), head.config.feature_layers
+    hidden, features = target.run(ids, positions, positions, rows, kv, feature_layers=layers)
     read = features.transpose(0, 1).flatten(1) if layers else hidden
     return read, target.logits(hidden).argmax(dim=1)
 
 
 def _agreement(head: EagleHead, ids: Tensor, features: Tensor, best: Tensor) -> Agreement:
     """Row i pairs token i + 1 with the features of token i, and is held against what the target draws after it."""
-    count = len(ids) - 1
-    kv = torch.empty(head.kv_shape(-(-2 * count // _PAGE_SIZE), _PAGE_SIZE), dtype=head.dtype)
-    slots = torch.arange(count)
-    outputs = head.forward(ids[1:], head.fuse(features[:-1]), slots + 1, slots, _causal(count, 2 * count), kv)
+    count, device = len(ids) - 1, ids.device
+    kv = torch.empty(head.kv_shape(-(-2 * count // _PAGE_SIZE), _PAGE_SIZE), dtype=head.dtype, device=device)
+    slots = torch.arange(count, device=device)
+    rows = _causal(count, 2 * count, device)
+    outputs = head.forward(ids[1:], head.fuse(features[:-1]), slots + 1, slots, rows, kv)
     first = _guesses(head, outputs) == best[1:]
     # one step on: row i goes on with token i + 2, sees rows 0 … i and itself
     steps = slots[: count - 1]
-    rows = _causal(count - 1, 2 * count, own=count)
+    rows = _causal(count - 1, 2 * count, device, own=count)
     outputs = head.forward(ids[2:], head.feedback(outputs[:-1]), steps + 2, steps + count, rows, kv)
     second = _guesses(head, outputs) == best[2:]
     return Agreement(float(first.float().mean()), float(second.float().mean()))
@@ -142,15 +144,14 @@ def _guesses(head: EagleHead, outputs: Tensor) -> Tensor:
     return ids if head.target_ids is None else head.target_ids[ids]
 
 
-def _causal(count: int, num_slots: int, own: int | None = None) -> AttentionRows:
+def _causal(count: int, num_slots: int, device: torch.device, own: int | None = None) -> AttentionRows:
     """Row i sees slots 0 … i; `own`: and then slot own + i, its own."""
-    tails = torch.empty(count, 0, dtype=torch.int32)
-    if own is not None:
-        tails = torch.arange(own, own + count, dtype=torch.int32)[:, None]
+    int32: Any = {"dtype": torch.int32, "device": device}
+    tails = torch.empty(count, 0, **int32) if own is None else torch.arange(own, own + count, **int32)[:, None]
     return AttentionRows(
-        sequence=torch.zeros(count, dtype=torch.int32),
-        prefix_len=torch.arange(1, count + 1, dtype=torch.int32),
+        sequence=torch.zeros(count, **int32),
+        prefix_len=torch.arange(1, count + 1, **int32),
         tail_slots=tails,
-        tail_len=torch.full((count,), tails.shape[1], dtype=torch.int32),
-        page_table=torch.arange(-(-num_slots // _PAGE_SIZE), dtype=torch.int32)[None],
+        tail_len=torch.full((count,), tails.shape[1], **int32),
+        page_table=torch.arange(-(-num_slots // _PAGE_SIZE), **int32)[None],
     )

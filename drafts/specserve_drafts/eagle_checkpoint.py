@@ -173,6 +173,22 @@ def load_checkpoint(folder: Path, target: DecoderConfig) -> HeadCheckpoint:
         ModelError: another kind of drafter, an option that is not computed here, or a head for another shape.
         WeightsError: the tensors are not those of the configuration; names tensor, found and expected.
     """
+    config, source, names = _inspect(folder, target)
+    tensors = _read(folder, config, source, names)
+    return HeadCheckpoint(folder, config, tensors, _target_ids(folder, config, tensors), read_fingerprint(folder))
+
+
+def read_shapes(folder: Path, target: DecoderConfig) -> tuple[HeadConfig, dict[str, tuple[int, ...]]]:
+    """What a head for a target of this shape computes, and the shapes of its tensors by speculators name.
+
+    From headers alone, unless the tensors lie in a pickle. Raises as `load_checkpoint`.
+    """
+    config, source, names = _inspect(folder, target)
+    return config, {name: source.headers[stored].shape for name, stored in names.items()}
+
+
+def _inspect(folder: Path, target: DecoderConfig) -> tuple[HeadConfig, _Source, dict[str, str]]:
+    """The configuration, where the tensors are, and their stored names."""
     path = folder / "config.json"
     if not path.is_file():
         raise ModelNotFound(f"{folder} has no config.json; the folder of an EAGLE head needs one")
@@ -182,8 +198,7 @@ def load_checkpoint(folder: Path, target: DecoderConfig) -> HeadCheckpoint:
     names = _canonical(folder, source)
     _refuse(folder, next((kind for name in names for known, kind in KINDS_BY_TENSOR if known.search(name)), None))
     config = _read_config(folder, raw, {name: source.headers[stored].shape for name, stored in names.items()}, target)
-    tensors = _read(folder, config, source, names)
-    return HeadCheckpoint(folder, config, tensors, _target_ids(folder, config, tensors), read_fingerprint(folder))
+    return config, source, names
 
 
 def _read_json(path: Path) -> dict[str, Any]:

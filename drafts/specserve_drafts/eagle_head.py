@@ -43,19 +43,20 @@ class _Layer:
 
 
 class EagleHead:
-    """A head on its target's backend and in its dtype. It shares the target's embedding and head where it has none."""
+    """A head on its target's backend and device, in its dtype, with the target's embedding and head if it has none."""
 
     def __init__(self, checkpoint: HeadCheckpoint, target: Decoder, quantization: str | None = None) -> None:
         """`quantization`: the format of the head's matrices, "int8" or None: as they come. All else keeps the dtype."""
         self.config = checkpoint.config
-        self.target_ids = checkpoint.target_ids
+        ids, device = checkpoint.target_ids, target.device
+        self.target_ids = None if ids is None else ids.to(device)
         self.dtype = target.dtype
         self._ops = target.ops
         body = self.config.body
-        self._rope = rope_table(replace(body, max_position_embeddings=target.config.max_position_embeddings))
+        self._rope = rope_table(replace(body, max_position_embeddings=target.config.max_position_embeddings)).to(device)
         self._scale = body.head_dim**-0.5
         pack = partial(self._pack, quantization=quantization)
-        tensors = {name: t.to(self.dtype) for name, t in checkpoint.tensors.items() if t.is_floating_point()}
+        tensors = {name: t.to(device, self.dtype) for name, t in checkpoint.tensors.items() if t.is_floating_point()}
         self._fc = pack(tensors[FC]) if FC in tensors else None
         self._fc_bias = tensors.get("fc.bias")
         self._feature_norms = [tensors[name] for name in self.config.tensor_shapes() if name.startswith("fc_norm.")]

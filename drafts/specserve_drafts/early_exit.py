@@ -60,6 +60,7 @@ class EarlyExitDrafter:
 
     def _logits(self, batch: DraftBatch) -> Tensor:
         decoder = self._forward.decoder
+        batch = batch.to(decoder.device)
         hidden, _ = decoder.run(
             batch.ids, batch.positions, batch.slots, batch.attention, self._forward.kv, num_layers=self.num_layers
         )

@@ -6,7 +6,8 @@ A child never survives more surely than its parent, so the kept set is ancestor-
 for good, with all that hangs below. Children are the top-k of `log q / T + G`, where G is the noise that the target
 itself will draw with, so a good drafter guesses the very draws; at T = 0 they are the top-k of log q. Where a sampled
 chain is wanted (specserve/block.py) a node's one child is drawn from q with noise that nobody else looks at, and its
-estimate is that of its depth: it tells nothing of the ids, and so the length of a chain does not.
+estimate is that of its depth: it tells nothing of the ids, and so the length of a chain does not. Trees are grown on
+the host; of a round's logits only the best few ids and their scores come there, in one transfer.
 Source: EAGLE-2 (Li et al., 2024), with estimates that are calibrated on line in place of q, and shared noise.
 """
 
@@ -22,10 +23,11 @@ from numpy.typing import NDArray
 from specserve_kernels import PURPOSE_TARGET, Ops
 from torch import Tensor
 
-from specserve.block import Probs, SampledChain, draft_purpose
+from specserve.block import SampledChain, draft_purpose
 from specserve.proposal import DraftRow, DraftTree, StepResult
 from specserve.request import GREEDY_TEMPERATURE
 from specserve_drafts.record import committed
+from specserve_drafts.transfer import in_one_transfer
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -97,8 +99,8 @@ Expand = Callable[[Level], Tensor]
 class TreeGrower:
     """Grows the trees of one drafter and learns from their fates how likely its guesses of each kind are.
 
-    `target_ids` int64 [draft vocabulary] are the target's ids of the draft's; None = the same ids. Counts are shared by
-    all sequences: they hold nobody's text.
+    `target_ids` int64 [draft vocabulary], where the logits are, are the target's ids of the draft's; None = the same
+    ids. Counts are shared by all sequences: they hold nobody's text.
     """
 
     def __init__(self, name: str, ops: Ops, shape: Shape = Shape(), target_ids: Tensor | None = None) -> None:
@@ -106,7 +108,7 @@ class TreeGrower:
         self.shape = shape
         self.calibration = Calibration(shape.branch)
         self._ops = ops
-        self._target_ids = target_ids
+        self._draft_ids = None if target_ids is None else _DraftIds(target_ids, target_ids.cpu().numpy())
         self._proposed: dict[str, tuple[DraftTree, list[int]]] = {}
 
     @torch.inference_mode()
@@ -121,7 +123,8 @@ class TreeGrower:
         if not roots:
             return []
         pool = _Pool(roots, self.shape)
-        guesses = _Guesses(self._ops, roots, self._target_ids, min(self.shape.branch, max(r.cap for r in roots)))
+        branch = min(self.shape.branch, max(root.cap for root in roots))
+        guesses = _Guesses(self._ops, roots, self._draft_ids, branch, logits.device)
         pool.add(guesses.children(pool.root_level(), logits, self.calibration))
         for _ in range(self.shape.depth - 1):
             level = pool.next_level()
@@ -186,6 +189,13 @@ class Calibration:
             counts[:, index] += (hit, 1)
 
 
+class _DraftIds(NamedTuple):
+    """The target's ids of the draft's: where the logits are, and in main memory."""
+
+    there: Tensor
+    here: Ints
+
+
 class _Children(NamedTuple):
     """Best first, [rows, branch]; `chance`: that a child is drawn given its parent, 0 = no child, NaN = bad logits."""
 
@@ -200,15 +210,20 @@ CHAIN_SHARE = 0.5  # stands for the share of a sampled id, whichever it is
 class _Guesses:
     """Top-k of `log q / T + G` of the rows of one `grow`, each noise vector made once; and what chains sampled from."""
 
-    def __init__(self, ops: Ops, roots: Sequence[Root], target_ids: Tensor | None, branch: int) -> None:
+    def __init__(
+        self, ops: Ops, roots: Sequence[Root], draft_ids: _DraftIds | None, branch: int, device: torch.device
+    ) -> None:
         self._ops = ops
         self._roots = roots
-        self._target_ids = target_ids
+        self._draft_ids = draft_ids
         self._branch = branch
+        self._device = device
+        heats = torch.tensor([root.temperature for root in roots], dtype=torch.float32)
+        [self._heats] = in_one_transfer([heats], device)
         self._noise: dict[tuple[int, int], Tensor] = {}
         self._sampled = np.array([root.temperature >= GREEDY_TEMPERATURE for root in roots])
         self._chains = np.array([root.samples for root in roots])
-        self._probs: list[list[Probs]] = [[] for _ in roots]  # of each chain's nodes
+        self._probs: list[list[Tensor]] = [[] for _ in roots]  # of each chain's nodes
 
     def children(self, level: Level, logits: Tensor, calibration: Calibration) -> _Children:
         """`level` are the parents, `logits` [rows, draft vocabulary] theirs."""
@@ -217,19 +232,23 @@ class _Guesses:
             self._sample(level, logits, np.flatnonzero(chains))
         if (sampled & ~chains).any():
             self._perturb(level, logits, np.flatnonzero(sampled & ~chains))
-        columns = self._ops.top_ids(logits, min(NUM_RIVALS, logits.shape[1]))
-        scores = logits.gather(1, columns).numpy().astype(np.float64)
+        ids, scores = self._best(logits)
         finite = np.isfinite(scores[:, 0])  # a lone NaN may be passed over by the backend, a row of them cannot
         with np.errstate(invalid="ignore"):
             weights = np.exp(scores - scores[:, :1])
         shares = weights / weights.sum(axis=1, keepdims=True)
-        shares, columns = shares[:, : self._branch], columns[:, : self._branch]
+        shares, ids = shares[:, : self._branch], ids[:, : self._branch]
         shares[chains] = CHAIN_SHARE * (np.arange(shares.shape[1]) == 0)
         kinds = calibration.kinds(sampled, shares, level.depths + 1)
         chance = np.where(shares > 0, calibration.estimate(kinds, shares), 0.0)
         chance[~finite] = np.nan
-        ids = columns if self._target_ids is None else self._target_ids[columns]
-        return _Children(ids.numpy(), chance, kinds)
+        return _Children(ids if self._draft_ids is None else self._draft_ids.here[ids], chance, kinds)
+
+    def _best(self, logits: Tensor) -> tuple[Ints, Floats]:
+        """Draft ids and scores of the best rivals of each row, which come as one: fp64 holds either without loss."""
+        columns = self._ops.top_ids(logits, min(NUM_RIVALS, logits.shape[1]))
+        found = torch.stack((columns.double(), logits.gather(1, columns).double())).cpu().numpy()
+        return found[0].astype(np.int64), found[1]
 
     def _perturb(self, level: Level, logits: Tensor, rows: Ints) -> None:
         """logits / T + G in place, as the target draws (specserve/sample.py)."""
@@ -238,7 +257,11 @@ class _Guesses:
         if missing:
             self._noise |= zip(missing, self._draw_noise(missing, logits.shape[1]), strict=True)
         for row, key in zip(rows.tolist(), keys, strict=True):
-            logits[row].div_(self._roots[key[0]].temperature).add_(self._noise[key])
+            self._heated(logits[row], key[0]).add_(self._noise[key])
+
+    def _heated(self, scores: Tensor, sequence: int) -> Tensor:
+        """In place. A GPU would multiply by the inverse of a number; by a tensor it divides, as all others do."""
+        return scores.div_(self._heats[sequence])
 
     def _sample(self, level: Level, logits: Tensor, rows: Ints) -> None:
         """logits / T + G in place, with noise of each chain's own: the largest is a sample of what is kept of the row.
@@ -247,19 +270,18 @@ class _Guesses:
         """
         for row in rows.tolist():
             sequence, depth = int(level.sequence[row]), int(level.depths[row])
-            scores = logits[row].div_(self._roots[sequence].temperature)
-            if not torch.isfinite(scores.max()):
-                scores.zero_()
-            self._probs[sequence].append(torch.softmax(scores.double(), 0).numpy())
+            scores = self._heated(logits[row], sequence)
+            scores.masked_fill_(~torch.isfinite(scores.max()), 0.0)
+            self._probs[sequence].append(torch.softmax(scores.double(), 0))
             scores.add_(self._draw_noise([(sequence, depth)], len(scores), draft_purpose(depth + 1))[0])
 
     def sampled(self, index: int, tree: DraftTree) -> DraftTree:
         """The tree of a root, with what it was sampled from if a chain was wanted."""
         if not self._chains[index]:
             return tree
-        probs, ids = tuple(self._probs[index][: len(tree)]), self._target_ids
-        columns = None if ids is None else ids.numpy()
-        return SampledChain(tree.token_ids, tree.parents, tree.drafters, tree.survival, probs, columns)
+        probs = tuple(row.cpu().numpy() for row in self._probs[index][: len(tree)])
+        ids = None if self._draft_ids is None else self._draft_ids.here
+        return SampledChain(tree.token_ids, tree.parents, tree.drafters, tree.survival, probs, ids)
 
     def _draw_noise(self, keys: Sequence[tuple[int, int]], num_columns: int, purpose: int = PURPOSE_TARGET) -> Tensor:
         """[keys, draft vocabulary] for keys (root, depth of the parents)."""
@@ -267,9 +289,10 @@ class _Guesses:
         seeds = torch.tensor([root.seed - (1 << 64) if root.seed >= 1 << 63 else root.seed for root in roots])
         indices = torch.tensor([root.root_index + depth + 1 for root, (_, depth) in zip(roots, keys, strict=True)])
         choices = torch.tensor([root.choice for root in roots])
-        vocab_size = num_columns if self._target_ids is None else int(self._target_ids.max()) + 1
+        vocab_size = num_columns if self._draft_ids is None else int(self._draft_ids.here.max()) + 1
+        seeds, indices, choices = in_one_transfer((seeds, indices, choices), self._device)
         noise = self._ops.noise(seeds, indices, choices, purpose, vocab_size)
-        return noise if self._target_ids is None else noise[:, self._target_ids]
+        return noise if self._draft_ids is None else noise[:, self._draft_ids.there]
 
 
 # fields of a node; its tail, the node slots of its path, comes after them

@@ -244,7 +244,8 @@ class RecyclingDrafter:
         if not reads:
             return
         size = forward.page_size
-        hidden = forward.kept.hidden([row.pages[i // size] * size + i % size for row, i in reads])
+        slots = [row.pages[i // size] * size + i % size for row, i in reads]
+        hidden = forward.kept.hidden(torch.tensor(slots).to(forward.decoder.device))
         logits = forward.decoder.logits(hidden)
         best = forward.ops.top_ids(logits, min(NUM_SUCCESSORS, logits.shape[1])).tolist()
         for (row, i), ids in zip(reads, best, strict=True):

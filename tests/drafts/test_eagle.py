@@ -12,22 +12,20 @@ import pytest
 import specserve_kernels
 import torch
 from cells import SITUATIONS, request
-from eagle_files import Tensors, head_config, head_tensors, write_head
+from eagle_files import Tensors, head_config, head_tensors, near_perfect_head, write_head, write_one_layer_target
 from eagle_reference import Reference
 from harness import EngineHarness
-from safetensors.torch import load_file, save_file
-from specserve_drafts import draft_bytes_per_token, draft_rows, eagle, make_drafter
+from specserve_drafts import draft_footprint, draft_rows, eagle, make_drafter
 from specserve_drafts.eagle import EagleDrafter, load_eagle, shipped_head
 from specserve_drafts.eagle_check import check_head
 from specserve_drafts.eagle_checkpoint import HeadCheckpoint, load_checkpoint
 from specserve_drafts.eagle_head import EagleHead
 from specserve_drafts.grow import Shape
 from specserve_kernels import PURPOSE_TARGET, AttentionRows
-from tiny import write_tiny_llama
 from torch import Tensor
 
 from specserve.batch import StepBatch
-from specserve.config import SpeculationConfig
+from specserve.config import EngineConfig, SpeculationConfig
 from specserve.errors import ConfigError, ModelError
 from specserve.models.decoder import Decoder
 from specserve.models.weights import load_decoder
@@ -42,35 +40,12 @@ WINDOW = 2048
 
 @pytest.fixture(scope="module")
 def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One layer and small embeddings: what it says hangs on its layer alone, so a head can say the same."""
-    folder = write_tiny_llama(tmp_path_factory.mktemp("target"), layers=1, tied=False, hidden=64)
-    tensors = load_file(folder / "model.safetensors")
-    tensors["model.embed_tokens.weight"] *= 0.02
-    tensors["lm_head.weight"] *= 3.0
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
+    return write_one_layer_target(tmp_path_factory.mktemp("target"))
 
 
 @pytest.fixture(scope="module")
 def target(target_folder: Path) -> Decoder:
     return load_decoder(target_folder, specserve_kernels.load(KERNELS))
-
-
-def near_perfect_head(target_folder: Path) -> tuple[dict[str, Any], Tensors]:
-    """The target's only layer as a head: its attention reads the embedding, and its residual stream starts from 0."""
-    config = json.loads((target_folder / "config.json").read_text())
-    options = {"norm_before_residual": True, "eagle_aux_hidden_state_layer_ids": [1], "draft_vocab_size": 250}
-    head = head_config(config, **options)
-    tensors = head_tensors(head, num_features=1, own_head=False)
-    own = load_file(target_folder / "model.safetensors")
-    for name in tensors:
-        stored = own.get(name.replace("layers.0.", "model.layers.0.").replace("norm.weight", "norm.weight"))
-        if stored is not None:
-            wide = "_proj" in name and stored.shape != tensors[name].shape
-            tensors[name] = torch.cat((stored, torch.zeros_like(stored)), 1) if wide else stored
-    tensors["norm.weight"] = own["model.norm.weight"]
-    tensors["layers.0.hidden_norm.weight"] = torch.zeros(config["hidden_size"])
-    return head, tensors
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +127,7 @@ class Expected:
         hand = Hand(self.target)
         hand.runner.kept.keep(hidden=True, feature_layers=self.layers)
         hand.feed(ids, 0)
-        slots = hand.slots(0, len(ids)).tolist()
+        slots = hand.slots(0, len(ids))
         return hand.runner.kept.features(slots) if self.layers else hand.runner.kept.hidden(slots)
 
     def chain(self, ids: Sequence[int], length: int, start: int = 1, noise: Any = None) -> list[int]:
@@ -376,10 +351,9 @@ def test_a_head_is_found_by_its_targets_fingerprint(
 ) -> None:
     monkeypatch.setattr(eagle, "SHIPPED_HEADS", tmp_path)
     forward = Hand(target).runner
-    config = SpeculationConfig()
+    config, body = SpeculationConfig(), target.config
     assert shipped_head(target.fingerprint) is None
-    body = target.config
-    assert draft_bytes_per_token(config, body, 2, target.fingerprint) == 2 * body.hidden_size
+    assert draft_footprint(EngineConfig(), body, 2, target.fingerprint) == (2 * body.hidden_size, 0)
     with pytest.raises(ConfigError, match=r"no EAGLE head comes with specserve for this model.*set eagle_head"):
         make_drafter("eagle", config, forward)
     head = load_checkpoint(head_folder, target.config)
@@ -389,7 +363,7 @@ def test_a_head_is_found_by_its_targets_fingerprint(
         (tmp_path / name / "provenance.json").write_text(json.dumps({"target_fingerprint": fingerprint}))
     assert shipped_head(target.fingerprint) == tmp_path / "ours"
     layer = 2 * body.num_key_value_heads * body.head_dim
-    assert draft_bytes_per_token(config, body, 2, target.fingerprint) == 2 * (3 * body.hidden_size + layer)
+    assert draft_footprint(EngineConfig(), body, 2, target.fingerprint).per_token == 2 * (body.hidden_size + layer)
     assert isinstance(make_drafter("eagle", config, forward), EagleDrafter)
     with pytest.raises(ModelError, match=rf"trained for a target of fingerprint {'0' * 12}; this one's is"):
         load_eagle(tmp_path / "another", forward, WINDOW)

@@ -223,6 +223,7 @@ class FakeForward:
     """A target whose hidden state is its slot, and whose best after a slot are the ids from the slot's number on."""
 
     page_size = 4
+    device = torch.device("cpu")
 
     def __init__(self) -> None:
         self.asked: list[list[int]] = []
@@ -233,11 +234,11 @@ class FakeForward:
     def keep(self, *, hidden: bool) -> None:
         self.wanted.append(hidden)
 
-    def hidden(self, slots: Sequence[int]) -> torch.Tensor:
+    def hidden(self, slots: torch.Tensor) -> torch.Tensor:
         if self.broken:
             raise RuntimeError("no hidden states today")
-        self.asked.append(list(slots))
-        return torch.tensor(slots)[:, None].expand(-1, VOCAB)
+        self.asked.append(slots.tolist())
+        return slots[:, None].expand(-1, VOCAB)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden

@@ -1,7 +1,7 @@
 """Tree attention in Triton against fp64, in both numerics: pages, splits, trees, windows, fp8, and poison.
 
-The quick tests are a few configurations in which every pair of choices that matters meets at least once; the whole
-matrix is slow. Bits are compared where `exact` promises them: alone, in company, in a shared tile, as node or chain.
+The quick cells are few, and any two choices meet in one of them; the whole matrix is slow. Bits are compared where
+`exact` promises them: alone, in company, in a shared tile, as node or chain.
 """
 
 from __future__ import annotations
@@ -9,12 +9,16 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
+from triton_case import EXACT, FAST, bits, normal, tiled  # first: it chooses the interpreter
+
+# isort: split
+from cells import pairwise
 from paged_case import PagedCase, Row, Shape, build_case
 from torch import Tensor
-from triton_case import EXACT, FAST, bits, normal, tiled
 
 # sequence 0: a chunk; 1: a root and its tree, deep and wide; 2: a tail across the edge of a split; 3: one token
 CHUNK = [Row(0, position + 1) for position in range(14, 17)]
@@ -23,6 +27,17 @@ ACROSS = [Row(2, 250), Row(2, 250, tuple(range(290, 280, -1)))]
 ROWS, COUNTS = [*CHUNK, *TREE, *ACROSS, Row(3, 1)], [3, 4, 2, 1]
 # the same without the long past, for tests that run many times
 FEW, FEW_COUNTS = [*CHUNK, *TREE], [3, 4]
+# what a quick cell asks for, each with a row that sees more than a window of 70: rows, and the lengths of their runs
+ROW_KINDS: dict[str, tuple[list[Row], list[int]]] = {
+    "single": ([Row(0, 75), Row(1, 3)], [1, 1]),
+    "chunk": ([Row(0, position + 1) for position in range(71, 74)], [3]),
+    "tree": ([Row(0, 71), Row(0, 71, (71,)), Row(0, 71, (72, 134, 80))], [3]),
+    "mix": (ROWS, COUNTS),
+}
+# 64 nodes, the most of a tree: one path through all of their slots in no order, and children of one root
+PATH = tuple(30 + (37 * node + 5) % 64 for node in range(64))
+DEEP = [Row(0, 30), *[Row(0, 30, PATH[: depth + 1]) for depth in range(64)]]
+WIDE = [Row(0, 30), *[Row(0, 30, (slot,)) for slot in PATH]]
 
 
 @dataclass(frozen=True)
@@ -41,9 +56,13 @@ class Setup:
         shape = f"{self.shape.heads}/{self.shape.kv_heads}x{self.shape.dim}-page{self.shape.page_size}"
         return f"{shape}-{kind}{'' if self.planned else '-unplanned'}{f'-window{self.window}' if self.window else ''}"
 
-    def build(self, rows: list[Row] = ROWS, spread: float = 1.0) -> tuple[PagedCase, Tensor | None]:
-        """A case and the scales of its cache."""
+    def build(
+        self, rows: list[Row] = ROWS, spread: float = 1.0, poisoned: bool = False
+    ) -> tuple[PagedCase, Tensor | None]:
+        """A case and the scales of its cache; `poisoned`: NaN wherever no row looks."""
         case = build_case(self.shape, rows, self.dtype, spread=spread)
+        if poisoned:
+            case = case.poisoned(math.nan, list(range(len(rows))))
         if not self.fp8:
             return case, None
         scales = normal(2, self.shape.kv_heads, seed=5).abs() * 0.3 + 0.2
@@ -85,14 +104,23 @@ def assert_close(got: Tensor, wanted: Tensor) -> None:
     torch.testing.assert_close(got.double(), wanted, rtol=2 * unit + 1e-6, atol=unit + 2e-6)
 
 
-QUICK = [
-    Setup(Shape(4, 2, 64, 16)),
-    Setup(Shape(4, 2, 64, 16), exact=False),
-    Setup(Shape(6, 2, 80, 32), dtype=torch.float16, window=70, exact=False),
+# What a quick cell chooses, by name; heads come as query heads, kv heads and their size.
+CHOICES: tuple[dict[str, Any], ...] = (
+    {"exact": True, "fast": False},
+    {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32},
+    {"plain": False, "e4m3": True},
+    {"page16": 16, "page32": 32, "page64": 64},
+    {"4/2x64": (4, 2, 64), "3/1x80": (3, 1, 80), "2/2x96": (2, 2, 96), "2/1x128": (2, 1, 128), "5/1x256": (5, 1, 256)},
+    {"unlimited": 0, "window70": 70},
+    ROW_KINDS,
+)
+QUICK = pairwise([*itertools.product(*CHOICES)])
+# a head size that is no multiple of 16, windows narrower than a block, and rows without a plan, which are always exact
+ODD = [
+    Setup(Shape(5, 1, 20, 16), dtype=torch.float32, exact=False),
     Setup(Shape(3, 1, 96, 64), dtype=torch.float32, planned=False, window=5),
     Setup(Shape(2, 2, 128, 16), fp8=True, window=33),
-    Setup(Shape(2, 1, 256, 32), fp8=True, exact=False, dtype=torch.float16, planned=False),
-    Setup(Shape(5, 1, 20, 16), dtype=torch.float32, exact=False),
+    Setup(Shape(2, 1, 256, 32), dtype=torch.float16, exact=False, planned=False, fp8=True),
 ]
 PAIRS = [
     (heads, dim, page) for heads in [(2, 2), (6, 2), (8, 1)] for dim in [64, 80, 96, 128, 256] for page in [16, 32, 64]
@@ -102,7 +130,7 @@ KINDS = list(
         [torch.bfloat16, torch.float16, torch.float32], [True, False], [True, False], [0, 70], [False, True]
     )
 )
-# every kind meets every third shape, every shape every third kind
+# every kind meets every sixth shape, every shape every sixth kind
 WHOLE = [
     Setup(Shape(*heads, dim, page), *kind)
     for (a, (heads, dim, page)), (b, kind) in itertools.product(enumerate(PAIRS), enumerate(KINDS))
@@ -110,18 +138,38 @@ WHOLE = [
 ]
 
 
-@pytest.mark.parametrize("setup", QUICK, ids=str)
-def test_agrees_with_fp64(setup: Setup) -> None:
-    case, scales = setup.build()
-    if not setup.fp8:
-        case = case.poisoned(math.nan, list(range(len(ROWS))))
-    assert_close(setup.run(case, scales), expected(case, setup.window, scales))
+def check(setup: Setup, rows: list[Row] = ROWS, counts: list[int] = COUNTS) -> None:
+    case, scales = setup.build(rows, poisoned=True)
+    assert_close(setup.run(case, scales, counts), expected(case, setup.window, scales))
+
+
+@pytest.mark.parametrize("cell", QUICK, ids="-".join)
+def test_agrees_with_fp64(cell: tuple[str, ...]) -> None:
+    chosen = [choices[name] for choices, name in zip(CHOICES, cell, strict=True)]
+    exact, dtype, fp8, page, heads, window, (rows, counts) = chosen
+    check(Setup(Shape(*heads, page), dtype, exact, window=window, fp8=fp8), rows, counts)
+
+
+def test_any_two_choices_meet_in_a_quick_cell() -> None:
+    for (a, some), (b, others) in itertools.combinations(enumerate(CHOICES), 2):
+        assert {(cell[a], cell[b]) for cell in QUICK} == set(itertools.product(some, others))
+
+
+@pytest.mark.parametrize("setup", ODD, ids=str)
+def test_what_no_cell_has(setup: Setup) -> None:
+    check(setup)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("setup", WHOLE, ids=str)
 def test_agrees_with_fp64_everywhere(setup: Setup) -> None:
-    test_agrees_with_fp64(setup)
+    check(setup)
+
+
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "fast"])
+@pytest.mark.parametrize("tree", [DEEP, WIDE], ids=["deep", "wide"])
+def test_trees_of_64_nodes(tree: list[Row], exact: bool) -> None:
+    check(Setup(Shape(2, 1, 64, 16), torch.float16, exact), tree, [len(tree)])
 
 
 @pytest.mark.parametrize("exact", [True, False])
@@ -185,14 +233,14 @@ def test_huge_and_tiny_values(exact: bool, spread: float) -> None:
     assert close.float().mean() > 0.999
 
 
-@pytest.mark.parametrize("exact", [True, False])
-def test_rows_that_see_nothing_give_zeros(exact: bool) -> None:
-    setup = Setup(Shape(4, 2, 64, 16), exact=exact, planned=False)
+@pytest.mark.parametrize(("exact", "planned"), [(True, False), (True, True), (False, True)])
+def test_rows_that_see_nothing_give_zeros(exact: bool, planned: bool) -> None:
+    setup = Setup(Shape(4, 2, 64, 16), exact=exact, planned=planned)
     case, _ = setup.build([Row(0, 0), Row(0, 300), Row(0, 0)])
-    out = setup.run(case)
+    out = setup.run(case, counts=[2, 1])
     assert not out[[0, 2]].any()
     assert_close(out[1:2], expected(case.select([1]), 0, None))
-    assert setup.run(case.select([])).shape == (0, 4, 64)
+    assert setup.run(case.select([]), counts=[]).shape == (0, 4, 64)
 
 
 def test_a_small_workspace_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,10 +258,9 @@ def test_fast_trees_need_a_window_as_long_as_they_may_be() -> None:
         setup.run(case)
 
 
-@pytest.mark.slow
 def test_a_pool_beyond_two_to_the_31_elements() -> None:
     pages = 2**31 // (16 * 64) + 2
-    cache = torch.zeros(pages, 1, 16, 64, dtype=torch.float8_e4m3fn)
+    cache = torch.empty(pages, 1, 16, 64, dtype=torch.float8_e4m3fn)  # only the page that is touched takes memory
     cache[-1] = normal(1, 16, 64).to(torch.float8_e4m3fn)
     case = PagedCase(
         Shape(2, 1, 64, 16), [Row(0, 16)], normal(1, 2, 64, dtype=torch.float16), cache, cache,

@@ -6,11 +6,22 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
 import triton_case  # noqa: F401  (chooses the interpreter for this process)
-from specserve_kernels.triton import compile_table
-from specserve_kernels.triton.compile_table import Compiled, markdown
+from specserve_kernels.triton import compile_table, gemm, kv, launch, norms, sampling, tree_attention
+from specserve_kernels.triton.compile_table import BEGIN, END, SHARED_LIMIT, Compiled, Line, heading, markdown
+from specserve_kernels.triton.launch import Launch
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "kernels.md"
+
+
+@pytest.fixture(scope="module")
+def launches() -> list[tuple[Line, Launch]]:
+    """Every launch that is compiled for the table, recorded on tensors without memory."""
+    return [*compile_table.launches(compile_table.cases())]
 
 
 def table(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -35,7 +46,7 @@ def test_everything_compiles_within_the_limits(target: str) -> None:
     assert made.returncode == 0, made.stderr
 
 
-GOOD = Compiled("some case", "some", 80, warps=4, stages=2, shared=163 << 10, registers=255, spilled=0)
+GOOD = Compiled(Line("some case", "some", 4), 80, shared=163 << 10, registers=255, spilled=0)
 
 
 @pytest.mark.parametrize(
@@ -58,12 +69,37 @@ def test_a_fault_fails(
     assert "| some case | `some` | 4 | 166,912 B, 255, 0 |" in markdown([GOOD])
 
 
-def test_every_kernel_is_in_the_table() -> None:
-    from specserve_kernels.triton import gemm, kv, launch, norms, sampling, tree_attention
-
-    with launch.recording() as launches:
-        for case in compile_table.cases():
-            case.call()
+def test_every_kernel_is_in_the_table(launches: list[tuple[Line, Launch]]) -> None:
     modules = (gemm, kv, norms, sampling, tree_attention)
     kernels = {name for module in modules for name in vars(module) if name.endswith("_kernel")}
-    assert {made.kernel.__name__ for made in launches} == kernels
+    assert {made.kernel.__name__ for _, made in launches} == kernels
+
+
+Block = tuple[str, int, int, int]
+
+
+def blocks_launched(launches: list[tuple[Line, Launch]], **constants: object) -> set[Block]:
+    """Of attention's launches with these constants: name of the table in launch.py, padded head size, keys, warps."""
+    found: set[Block] = set()
+    for _, made in launches:
+        if made.kernel is tree_attention.attend_kernel and constants.items() <= made.constants.items():
+            numerics = "exact" if made.constants["EXACT"] else "fast"
+            name = "fp32" if made.arguments[0].dtype is torch.float32 else numerics
+            found.add((name, made.constants["DIM_PADDED"], made.constants["BLOCK"], made.warps))
+    return found
+
+
+def test_every_block_of_attention_is_in_the_table(launches: list[tuple[Line, Launch]]) -> None:
+    tables = {"exact": launch.EXACT_BLOCK, "fast": launch.FAST_BLOCK, "fp32": launch.FP32_BLOCK}
+    known: set[Block] = {(name, dim, *entry) for name, blocks in tables.items() for dim, entry in blocks.items()}
+    assert blocks_launched(launches) == known
+    assert blocks_launched(launches, WINDOW=True) == blocks_launched(launches, PAGE=64) == known
+    assert blocks_launched(launches, FP8=True) >= {block for block in known if block[0] == "fp32"}
+
+
+def test_the_table_in_the_docs_is_of_todays_launches(launches: list[tuple[Line, Launch]]) -> None:
+    """As far as it can be known without compiling: the head, and of every line the kernel and its configuration."""
+    head, rule, *rows = DOCUMENT.read_text(encoding="utf-8").split(BEGIN)[1].split(END)[0].strip().splitlines()
+    assert f"{head}\n{rule}" == heading(sorted(SHARED_LIMIT))
+    listed = ["|".join(row.split("|")[:4]) + "|" for row in rows]
+    assert listed == list(dict.fromkeys(str(line) for line, _ in launches))

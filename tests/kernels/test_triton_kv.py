@@ -13,6 +13,8 @@ from triton_case import EXACT, bits, normal
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 by_type = pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "fp16", "fp32"])
 REFERENCE = load("reference")
+PAGE, WIDTH = 16, 64
+FAR = 2**31 // (PAGE * WIDTH)  # the first page whose offset, in elements, does not fit 32 bits with a sign
 
 
 def slots_of(kv: Tensor) -> Tensor:
@@ -102,3 +104,40 @@ def test_move_kv_reads_every_source_first(dtype: torch.dtype, source: list[int],
     expected[target] = before[source]
     EXACT.move_kv(kv, torch.tensor(source, dtype=torch.int64), torch.tensor(target, dtype=torch.int64))
     assert torch.equal(bits(slots_of(kv)), expected)
+
+
+def far_and_near(*planes: int) -> tuple[Tensor, Tensor]:
+    """A pool of codes that is used in pages 0 and FAR alone, all that takes memory, and a pool of just those two."""
+    far = torch.empty(*planes, FAR + 1, 1, PAGE, WIDTH, dtype=torch.uint8)
+    near = bits(normal(*planes, 2, 1, PAGE, WIDTH).to(torch.float8_e4m3fn))
+    far[..., [0, FAR], :, :, :] = near
+    return far, near
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["write_kv", "rope_write_kv"])
+def test_writes_beyond_two_to_the_31_elements(fused: bool) -> None:
+    far, near = far_and_near(2)
+    before, scales = near.clone(), torch.ones(2, 1)
+    k, qkv, table = normal(2, 1, WIDTH, seed=1), normal(2, 3 * WIDTH, seed=2), normal(5, WIDTH, seed=3)
+    for pool, page in ((far, FAR), (near, 1)):
+        slots = torch.tensor([7, page * PAGE + 9])
+        if fused:
+            EXACT.rope_write_kv(qkv, torch.tensor([3, 4]), table, pool[0], pool[1], slots, scales)
+        else:
+            EXACT.write_kv(k, k, pool[0], pool[1], slots, scales)
+    assert torch.equal(far[:, [0, FAR]], near)
+    assert (near != before).any(-1).sum() == 4  # two rows of K and two of V
+
+
+@pytest.mark.parametrize("at_once", [2, 1], ids=["one launch", "two launches"])
+def test_moves_beyond_two_to_the_31_elements(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the first page to the last and back; V's plane begins beyond 2^31 elements as well."""
+    monkeypatch.setattr("specserve_kernels.triton.kv.MOVE_SLOTS", at_once)
+    far, near = far_and_near(1, 2)
+    before = near.clone()
+    for pool, page in ((far, FAR), (near, 1)):
+        here, there = 7, page * PAGE + 9
+        EXACT.move_kv(pool, torch.tensor([here, there]), torch.tensor([there, here]))
+    assert torch.equal(far[:, :, [0, FAR]], near)
+    assert torch.equal(near[0, :, 1, 0, 9], before[0, :, 0, 0, 7])
+    assert torch.equal(near[0, :, 0, 0, 7], before[0, :, 1, 0, 9])

@@ -97,8 +97,11 @@ class TritonOps:
         scales: Tensor | None = None, max_len: int | None = None,
     ) -> Tensor:  # fmt: skip
         """Softmax attention over the visible slots, [rows, heads, head_dim]; give TiledRows where rows share a past."""
+        # Who plans no tiles may have tails anywhere (drafters' nodes lie in scratch): `fast` looks for them in the 64
+        # slots after the prefix alone, `exact` gathers them.
+        exact = self.exact or not isinstance(rows, TiledRows)
         return tree_attention.attention(
-            q, k_cache, v_cache, rows, scale, exact=self.exact, window=self.window, scales=scales, max_len=max_len
+            q, k_cache, v_cache, rows, scale, exact=exact, window=self.window, scales=scales, max_len=max_len
         )
 
     def top_ids(self, logits: Tensor, count: int) -> Tensor:
@@ -113,7 +116,7 @@ class TritonOps:
 
     @property
     def sample(self) -> FusedSampler:
-        """Drawing of all rows in three launches."""
+        """Drawing of all rows in one launch."""
         return sampling.sample
 
     @property

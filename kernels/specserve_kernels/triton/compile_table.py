@@ -9,6 +9,7 @@ kernel spills or wants more shared memory than a block of its target may have.
 from __future__ import annotations
 
 import argparse
+import itertools
 import re
 import subprocess
 import sys
@@ -42,14 +43,23 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
-class Compiled:
-    """What one kernel of one configuration needs on one target."""
+class Line:
+    """What a line of the table is about: one kernel of one configuration."""
 
     case: str
     kernel: str
-    target: int  # compute capability × 10
     warps: int
-    stages: int
+
+    def __str__(self) -> str:
+        return f"| {self.case} | `{self.kernel}` | {self.warps} |"
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """What the kernel of a line needs on one target."""
+
+    line: Line
+    target: int  # compute capability × 10
     shared: int  # bytes
     registers: int  # of a thread
     spilled: int  # bytes of a thread, of stack or local memory
@@ -102,13 +112,15 @@ def _attention(
 def attention_cases() -> Iterator[Case]:
     """Head sizes × numerics × single row, tree and chunk; then the other choices, each with a few partners."""
     half, full = torch.float16, torch.float32
-    for dim in (64, 80, 96, 128, 256):
-        for exact in (True, False):
+    for dim, exact in itertools.product((16, 32, 64, 80, 96, 128, 256), (True, False)):
+        if dim >= 64:  # what models have; smaller heads are only to have every block of launch.py in the table
             yield _attention(dim, torch.bfloat16, 16, exact=exact, rows=1)
-            yield _attention(dim, torch.bfloat16, 16, exact=exact, rows=16, depth=8)
             yield _attention(dim, torch.bfloat16, 32, exact=exact, rows=512)
-            yield _attention(dim, full, 16, exact=exact, rows=16, depth=8)
             yield _attention(dim, torch.bfloat16, 16, exact=exact, rows=16, depth=8, fp8=True)
+        yield _attention(dim, torch.bfloat16, 16, exact=exact, rows=16, depth=8)
+        yield _attention(dim, torch.bfloat16, 64, exact=exact, rows=16, depth=8, window=4096)
+        yield _attention(dim, full, 16, exact=exact, rows=16, depth=8)
+        yield _attention(dim, full, 64, exact=exact, rows=16, depth=8, fp8=True, window=4096)
     yield _attention(128, half, 64, exact=False, rows=16, depth=8, window=4096)
     yield _attention(128, half, 64, exact=True, rows=16, depth=8, window=4096)
     yield _attention(128, half, 32, exact=False, rows=16, depth=8, fp8=True, heads=8)
@@ -218,7 +230,7 @@ def compile_launch(made: Launch, target: int) -> Any:
     return triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
 
 
-def measure(case: str, made: Launch, target: int) -> Compiled:
+def measure(line: Line, made: Launch, target: int) -> Compiled:
     """Compile one launch and read what it needs out of the binary."""
     import triton
 
@@ -228,35 +240,44 @@ def measure(case: str, made: Launch, target: int) -> Compiled:
         Path(file.name).write_bytes(kernel.asm["cubin"])
         usage = subprocess.run([tool, "-res-usage", file.name], check=True, capture_output=True, text=True)
     found = {word: int(number) for word, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage.stdout + usage.stderr)}
-    spilled = found["STACK"] + found["LOCAL"]
-    name = made.kernel.__name__.removesuffix("_kernel")
-    return Compiled(case, name, target, made.warps, made.stages, kernel.metadata.shared, found["REG"], spilled)
+    return Compiled(line, target, kernel.metadata.shared, found["REG"], found["STACK"] + found["LOCAL"])
+
+
+def launches(chosen: list[Case]) -> Iterator[tuple[Line, Launch]]:
+    """Every launch of every case, with the line that it belongs to; a call may launch one kernel in two shapes."""
+    for case in chosen:
+        with launch.recording() as recorded:
+            case.call()
+        for made in recorded:
+            yield Line(case.name, made.kernel.__name__.removesuffix("_kernel"), made.warps), made
 
 
 def compiled(chosen: list[Case], targets: list[int]) -> Iterator[Compiled]:
     """Every launch of every case on every target."""
-    for case in chosen:
-        with launch.recording() as launches:
-            case.call()
-        for made in launches:
-            for target in targets:
-                yield measure(case.name, made, target)
+    for line, made in launches(chosen):
+        for target in targets:
+            yield measure(line, made, target)
+
+
+def heading(targets: list[int]) -> str:
+    """The head of the table, two lines."""
+    heads = [f"sm_{target}: shared, registers, spilled" for target in targets]
+    return f"| {' | '.join(['configuration', 'kernel', 'warps', *heads])} |\n{'|---' * (3 + len(targets))}|"
 
 
 def markdown(results: list[Compiled]) -> str:
     """The table: one line per kernel and configuration, the targets side by side."""
     targets = sorted({result.target for result in results})
-    heads = [f"sm_{target}: shared, registers, spilled" for target in targets]
-    lines = [" | ".join(["| configuration", "kernel", "warps", *heads]) + " |", "|---|---|---|" + "---|" * len(targets)]
-    grouped: dict[tuple[str, str, int], dict[int, Compiled]] = {}
+    grouped: dict[Line, dict[int, Compiled]] = {}
     for result in results:
-        by_target = grouped.setdefault((result.case, result.kernel, result.warps), {})
-        twice = by_target.get(result.target, result)  # a call may launch one kernel in two shapes: the larger counts
+        by_target = grouped.setdefault(result.line, {})
+        twice = by_target.get(result.target, result)  # of two shapes the larger counts
         by_target[result.target] = max(result, twice, key=lambda r: (r.spilled, r.registers, r.shared))
-    for (case, kernel, warps), by_target in grouped.items():
+    rows = [heading(targets)]
+    for line, by_target in grouped.items():
         needs = [f"{r.shared:,} B, {r.registers}, {r.spilled}" for r in (by_target[target] for target in targets)]
-        lines.append(" | ".join([f"| {case}", f"`{kernel}`", str(warps), *needs]) + " |")
-    return "\n".join(lines)
+        rows.append(f"{line} {' | '.join(needs)} |")
+    return "\n".join(rows)
 
 
 def main() -> int:
@@ -271,7 +292,8 @@ def main() -> int:
     for result in compiled(chosen, arguments.target):
         results.append(result)
         if result.fault:
-            print(f"sm_{result.target} {result.kernel} ({result.case}) {result.fault}", file=sys.stderr, flush=True)
+            where = f"{result.line.kernel} ({result.line.case})"
+            print(f"sm_{result.target} {where} {result.fault}", file=sys.stderr, flush=True)
     table = markdown(results)
     if arguments.write:
         before, rest = arguments.write.read_text(encoding="utf-8").split(BEGIN)
