@@ -32,7 +32,8 @@ _ROWS_AT_ONCE = 64  # the passes over a block of rows find it in cache; no value
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """[rows, in] of bf16 or fp32 → one digit: integers int8 [rows, in] and scales fp32 [rows]."""
-    integers, scales = torch.empty(x.shape, dtype=torch.int8), torch.empty(x.shape[0])
+    integers = torch.empty(x.shape, dtype=torch.int8, device=x.device)
+    scales = torch.empty(x.shape[0], device=x.device)
     for start in range(0, x.shape[0], _ROWS_AT_ONCE):
         block = slice(start, start + _ROWS_AT_ONCE)
         integers[block], scales[block] = _integers(x[block], LIMIT)
