@@ -80,10 +80,11 @@ def device() -> Iterator[MadeUpDevice]:
 class Hand:
     """A target on a device, a drafter of it, and sequences in pages of their own, moved by hand."""
 
-    def __init__(self, folders: Folders, kind: str, on: torch.device) -> None:
+    def __init__(self, folders: Folders, kind: str, on: torch.device, quantization: str | None = None) -> None:
         ops = specserve_kernels.load("torch")
         self.device = on
-        target = load_decoder(folders.target, ops if on == HOST else wrapped(ops), device=on)
+        self.quantization = quantization
+        target = load_decoder(folders.target, ops if on == HOST else wrapped(ops), "auto", quantization, on)
         self.runner = CpuRunner(target, target.ops, NUM_PAGES, PAGE)
         self.runner.kv.fill_(float("nan"))
         self.drafter = self._drafter(folders, kind)
@@ -91,9 +92,8 @@ class Hand:
     def _drafter(self, folders: Folders, kind: str) -> Any:
         runner, target = self.runner, self.runner.decoder
         if kind == "draft_model":
-            return DraftModelDrafter(
-                runner, load_decoder(folders.near, target.ops, device=self.device), WINDOW, shape=TREE
-            )
+            near = load_decoder(folders.near, target.ops, "auto", self.quantization, self.device)
+            return DraftModelDrafter(runner, near, WINDOW, shape=TREE)
         if kind == "early_exit":
             return EarlyExitDrafter(runner, 2, TREE)
         if kind == "recycling":
@@ -160,6 +160,12 @@ def test_the_trees_are_those_of_the_cpu(folders: Folders, device: MadeUpDevice, 
             assert all(np.array_equal(a, b) for a, b in zip(mine.draft_probs, other.draft_probs, strict=True))
             assert mine.draft_probs and np.array_equal(mine.rows(512), other.rows(512))
     assert sum(isinstance(tree, SampledChain) for tree in found) == 2
+
+
+@pytest.mark.parametrize("kind", ["draft_model", "eagle"])
+def test_int8_weights_lie_there_too(folders: Folders, device: MadeUpDevice, kind: str) -> None:
+    expected, found = (proposed(Hand(folders, kind, on, "int8")) for on in (HOST, DEVICE))
+    assert found == expected and all(map(len, found))
 
 
 @pytest.mark.parametrize("kind", KINDS)

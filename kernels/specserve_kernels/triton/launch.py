@@ -20,7 +20,7 @@ from typing import Any
 # Triton's interpreter was chosen before this package was imported: kernels run on CPU tensors, op by op.
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
-# Attention: query rows of one tile (rows of a sequence × query heads of one kv head), of heads up to 128 and of wider
+# Attention: query rows of one tile (rows of a sequence × query heads of one kv head), of heads up to 64 and of wider
 # ones, as many as spill nothing. fp32 products take no tensor core and hold everything in registers. not yet measured
 EXACT_TILE = 64
 FP32_TILE, FP32_TILE_WIDE = 16, 8
@@ -32,9 +32,9 @@ EXACT_SPLIT = 256
 FAST_SPLIT_MIN = 128
 FAST_PROGRAMS = 264
 # By padded head size: keys of one block, and warps. The largest that spill nothing anywhere; not yet measured
-EXACT_BLOCK = {16: (64, 4), 32: (64, 4), 64: (32, 4), 128: (32, 8), 256: (16, 8)}
-FAST_BLOCK = {16: (64, 4), 32: (64, 4), 64: (32, 4), 128: (16, 8), 256: (16, 8)}
-FP32_BLOCK = {16: (16, 8), 32: (16, 8), 64: (16, 8), 128: (16, 4), 256: (16, 8)}
+EXACT_BLOCK = {16: (64, 8), 32: (64, 8), 64: (32, 4), 128: (32, 8), 256: (16, 8)}
+FAST_BLOCK = {16: (64, 8), 32: (64, 8), 64: (32, 4), 128: (32, 4), 256: (16, 8)}
+FP32_BLOCK = {16: (16, 8), 32: (32, 8), 64: (16, 8), 128: (16, 8), 256: (8, 8)}
 ATTENTION_STAGES = 2  # not yet measured
 # Partial results of exact attention that may exist at once; rows beyond are done in a second launch. not yet measured
 ATTENTION_WORKSPACE_BYTES = 256 << 20

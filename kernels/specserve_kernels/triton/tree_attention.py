@@ -55,6 +55,7 @@ from specserve_kernels.triton.numerals import product, rounded
 
 MAX_NODES = 64  # slots after the prefix that a tail may use in `fast` numerics: bits of one word
 _NODES = tl.constexpr(MAX_NODES)
+FP32_OVER_FP8 = 128  # the widest heads of fp32 queries over an fp8 cache: wider ones spill whatever the tile
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +73,11 @@ class TiledRows(AttentionRows):
 
 
 def _fast_tile(dim: int) -> int:
-    return FAST_TILE_LARGE if dim <= 128 else FAST_TILE_WIDE
+    return FAST_TILE_LARGE if dim <= 64 else FAST_TILE_WIDE
 
 
 def _fp32_tile(dim: int) -> int:
-    return FP32_TILE if dim <= 128 else FP32_TILE_WIDE
+    return FP32_TILE if dim <= 64 else FP32_TILE_WIDE
 
 
 def rows_in_tile(group: int, dim: int, dtype: torch.dtype) -> int:
@@ -330,8 +331,8 @@ class _Call:
             return padded(max(_fp32_tile(self.q.shape[2]), self.group))
         if self.exact:
             return padded(max(EXACT_TILE, self.group))
-        most = self.rows_in_tile * self.group
-        return FAST_TILE_SMALL if most <= FAST_TILE_SMALL else padded(max(_fast_tile(self.q.shape[2]), most))
+        most, least = self.rows_in_tile * self.group, _fast_tile(self.q.shape[2])
+        return FAST_TILE_SMALL if most <= FAST_TILE_SMALL and least == FAST_TILE_LARGE else padded(max(least, most))
 
     @property
     def group(self) -> int:
@@ -352,8 +353,13 @@ def attention(
     slots after the row's prefix, and a window with tails is at least MAX_NODES. A row at position p sees positions
     above p - `window` (0: all). `scales` fp32 [2, kv_heads] of an fp8 cache. `max_len` bounds the slots of every row;
     None: all that the page table could name. A row that sees nothing gives zeros. Nothing waits for the device.
+
+    Raises:
+        ValueError: the window is too small for trees, or fp32 queries over an fp8 cache have too wide heads.
     """
     depth = rows.tail_slots.shape[1]
+    if q.dtype is torch.float32 and q.shape[2] > FP32_OVER_FP8 and is_fp8(k_cache):
+        raise ValueError(f"fp32 queries over an fp8 cache have heads of at most {FP32_OVER_FP8}, not {q.shape[2]}")
     if not exact and depth and 0 < window < MAX_NODES:
         raise ValueError(f"fast attention over trees needs a window of at least {MAX_NODES}")
     max_len = max_len or rows.page_table.shape[1] * k_cache.shape[2]
