@@ -80,7 +80,7 @@ class _Rows:
         self.positions += range(start, start + in_prefix)
         self.prefix_len += range(start + 1, start + in_prefix + 1)
         self.tails += [()] * in_prefix
-        if not tree.is_chain:
+        if in_prefix < count:
             self._add_paths(tree, first=start + n)
         self.sequence += [index] * count
         self.slots += table.slots(start, count)

@@ -84,7 +84,7 @@ def activation_bytes(rows: int, model: ModelSizes) -> int:
 def graph_bytes(buckets: Iterable[Bucket], model: ModelSizes) -> int:
     """The graphs' launches, their inputs, and one pool that all share: as large as the largest needs it."""
     known = list(buckets)
-    inputs = sum(8 * (3 * b.rows + b.rows) + 4 * b.rows * (5 + b.depth + b.pages) for b in known)
+    inputs = sum(8 * (3 * b.rows + b.rows) + 4 * b.rows * (5 + b.tail_slots + b.pages) for b in known)
     largest = max((activation_bytes(bucket.rows, model) for bucket in known), default=0)
     return len(known) * GRAPH_BYTES + inputs + largest
 

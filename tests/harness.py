@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file, save_file
 
 from specserve.build import build
@@ -38,6 +39,16 @@ def sharpen(source: Path, target: Path, factor: float = 3.0) -> Path:
     weights["lm_head.weight"] = weights["lm_head.weight"] * factor
     save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
     (target / "generation_config.json").write_text(json.dumps({"eos_token_id": EOS_IDS}))
+    return target
+
+
+def blur(source: Path, target: Path, spread: float) -> Path:
+    """A copy of a model folder, a little off: each tensor by noise of `spread` times its own deviation."""
+    shutil.copytree(source, target)
+    generator = torch.Generator().manual_seed(1)
+    weights = load_file(target / "model.safetensors")
+    off = {name: w + spread * w.std() * torch.randn(w.shape, generator=generator) for name, w in weights.items()}
+    save_file(off, target / "model.safetensors", metadata={"format": "pt"})
     return target
 
 

@@ -12,7 +12,7 @@ import pytest
 import specserve_kernels
 import torch
 from cells import MODES, SITUATIONS, prompt, request
-from harness import EngineHarness, Run, sharpen
+from harness import EngineHarness, Run, blur, sharpen
 from safetensors.torch import load_file, save_file
 from specserve_drafts import draft_rows, make_drafter
 from specserve_drafts.draft_model import DraftModelDrafter, load_draft_model, num_shared_ids, token_strings
@@ -41,14 +41,7 @@ def target_folder(tiny_llama: Callable[..., Path], tmp_path_factory: pytest.Temp
 
 @pytest.fixture(scope="module")
 def near_folder(target_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The target, a little off."""
-    folder = tmp_path_factory.mktemp("near") / "llama"
-    shutil.copytree(target_folder, folder)
-    generator = torch.Generator().manual_seed(1)
-    weights = load_file(folder / "model.safetensors")
-    off = {name: w + 0.03 * w.std() * torch.randn(w.shape, generator=generator) for name, w in weights.items()}
-    save_file(off, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
+    return blur(target_folder, tmp_path_factory.mktemp("near") / "llama", 0.03)
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ drafts. What a real device adds, tensors that lie apart, is shown in tests/draft
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,10 +19,9 @@ from triton_case import EXACT, FAST  # first: it chooses the interpreter
 # isort: split
 from cells import prompt, request
 from eagle_files import near_perfect_head, write_head, write_one_layer_target
-from harness import EngineHarness, Run, sharpen
+from harness import EngineHarness, Run, blur, sharpen
 from paged_case import Row, build_case
 from paged_case import Shape as PagedShape
-from safetensors.torch import load_file, save_file
 from specserve_drafts import draft_footprint, make_drafter
 from specserve_drafts.draft_model import DraftModelDrafter
 from specserve_drafts.eagle import EagleDrafter
@@ -66,14 +64,7 @@ def sharp(tiny_llama: TinyLlama, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 @pytest.fixture(scope="module")
 def near(sharp: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The target, a little off."""
-    folder = tmp_path_factory.mktemp("near") / "llama"
-    shutil.copytree(sharp, folder)
-    generator = torch.Generator().manual_seed(1)
-    weights = load_file(folder / "model.safetensors")
-    off = {name: w + 0.05 * w.std() * torch.randn(w.shape, generator=generator) for name, w in weights.items()}
-    save_file(off, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
+    return blur(sharp, tmp_path_factory.mktemp("near") / "llama", 0.05)
 
 
 @pytest.fixture(scope="module")

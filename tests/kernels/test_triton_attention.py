@@ -52,6 +52,11 @@ class Setup:
     window: int = 0
     fp8: bool = False
 
+    @property
+    def refused(self) -> bool:
+        """What the kernels spill whatever their tile."""
+        return self.shape.dim > FP32_OVER_FP8 and self.dtype is torch.float32 and self.fp8
+
     def __str__(self) -> str:
         kind = f"{str(self.dtype)[6:]}{'-e4m3' if self.fp8 else ''}-{'exact' if self.exact else 'fast'}"
         shape = f"{self.shape.heads}/{self.shape.kv_heads}x{self.shape.dim}-page{self.shape.page_size}"
@@ -133,18 +138,11 @@ KINDS = list(
         [torch.bfloat16, torch.float16, torch.float32], [True, False], [True, False], [0, 70], [False, True]
     )
 )
-
-
-def refused(dim: int, dtype: torch.dtype, exact: bool, planned: bool, window: int, fp8: bool) -> bool:
-    """What the kernels spill whatever their tile."""
-    return dim > FP32_OVER_FP8 and dtype is torch.float32 and fp8
-
-
 # every kind meets every sixth shape, every shape every sixth kind
 WHOLE = [
-    Setup(Shape(*heads, dim, page), *kind)
+    setup
     for (a, (heads, dim, page)), (b, kind) in itertools.product(enumerate(PAIRS), enumerate(KINDS))
-    if (a + b) % 6 == 0 and not refused(dim, *kind)
+    if (a + b) % 6 == 0 and not (setup := Setup(Shape(*heads, dim, page), *kind)).refused
 ]
 
 
