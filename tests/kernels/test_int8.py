@@ -57,13 +57,14 @@ def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> nati
 
 def native_digits(ops: native.NativeOps, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     rows, width = x.shape
-    digits = torch.full((2, -(-rows // 16) * 16, -(-width // 64) * 64), 99, dtype=torch.int8)
+    digits = torch.full((-(-rows // 8), 2, 8, -(-width // 64) * 64), 99, dtype=torch.int8)
     scale = torch.empty(rows)
     ops._lib.spec_quantize(
         ops._kernels, x.data_ptr(), digits.data_ptr(), scale.data_ptr(), rows, width, native.TYPES[x.dtype]
     )
-    assert not digits[:, :rows, width:].any(), "what pads a row must be zero"
-    return digits[0, :rows, :width], digits[1, :rows, :width], scale
+    high, low = digits.transpose(0, 1).flatten(1, 2)[:, :rows]
+    assert not high[:, width:].any() and not low[:, width:].any(), "what pads a row must be zero"
+    return high[:, :width], low[:, :width], scale
 
 
 @pytest.mark.parametrize("width", [1, 15, 16, 33, 64, 577, 1536])

@@ -18,11 +18,17 @@ struct alignas(64) TileConfig {
   uint8_t pad[8];
 };
 
+// Five registers, of the eight that there are: two sums and three operands. Two threads of one core share the physical
+// registers behind them, and what is too few for renaming takes turns: a product took 15 ns with up to five in use (the
+// core shared fairly), 18 with six, 21 with seven and 27 with eight, since a register once used counts until it is zeroed.
+// Alone on the core it was 7 whatever the number. A cloud's virtual cores are such threads.
+constexpr int kTiles = 5;
+
 static void thread_begin() {
   TileConfig c;
   memset(&c, 0, sizeof c);
   c.palette = 1;
-  for (int i = 0; i < 8; i++) {
+  for (int i = 0; i < kTiles; i++) {
     c.bytes[i] = 64;
     c.rows[i] = 16;
   }
@@ -32,113 +38,81 @@ static void thread_begin() {
 
 static void thread_end() { _tile_release(); }
 
-template <bool b>
-struct Yes {
-  static constexpr bool value = b;
-};
-
 // Both formats have tiles of 16 rows of 64 bytes and panels of two weight tiles for each step of k.
 struct RowTile {
   const char* x;
   int64_t stride;  // bytes
-  int64_t rows;    // of the tile's 16 that exist
+  int64_t rows;    // of the matrix that are in it
 };
 
 static inline void put_tile(const Gemm& g, const float* acc, int64_t row, int64_t rows, int64_t n0) {
   for (int64_t r = 0; r < rows; r++) put_panel(g, row + r, n0, load(acc + r * 16), load(acc + 256 + r * 16));
 }
 
-// acc: two tiles of sums of high digits, two of low ones
+// a tile's first eight rows are sums of high digits, the others of low ones
 static inline void put_tile_int8(const Gemm& g, const float* scales, const float* acc, int64_t row, int64_t rows,
                                  int64_t n0) {
   for (int64_t r = 0; r < rows; r++) {
     const float* a = acc + r * 16;
-    put_sums(g, scales, row + r, n0, bits(load(a)), bits(load(a + 256)), bits(load(a + 512)), bits(load(a + 768)));
+    put_sums(g, scales, row + r, n0, bits(load(a)), bits(load(a + 256)), bits(load(a + 128)), bits(load(a + 384)));
   }
 }
 
-// Tiles [k0, k1) of k of one panel of 32 outputs, times one or two tiles of 16 rows. `acc` carries the sums from one
-// range of k to the next in 32 bits, as they stood in the tiles: cutting k into ranges changes no bit.
+// Tiles [k0, k1) of k of one panel of 32 outputs, times a tile of 16 rows. `acc` carries the sums from one range of k to
+// the next in 32 bits, as they stood in the tiles: cutting k into ranges changes no bit.
 // `fetch`: the first pass over the panel asks for it 32 KB ahead, as few rows wait for memory. Into L2: in L1 it drove
 // out the rows. All GEMMs of a forward at 1 and 16 rows took 12.9 ms so, 13.4 from 64 KB, 13.9 from 16 KB, and 14.6 from
 // 16 KB into L1 (interleaved processes, machine at half speed; at full speed 9.8 against 12.3).
-template <bool int8, bool two, bool fetch>
-static inline void tiles(const char* p, int64_t k0, int64_t k1, const RowTile* x, float* acc) {
+template <bool int8, bool fetch>
+static inline void tiles(const char* p, int64_t k0, int64_t k1, const RowTile& x, float* acc) {
   if (k0 == 0) {
     _tile_zero(0);
     _tile_zero(1);
-    if (two) {
-      _tile_zero(2);
-      _tile_zero(3);
-    }
   } else {
     _tile_loadd(0, acc, 64);
     _tile_loadd(1, acc + 256, 64);
-    if (two) {
-      _tile_loadd(2, acc + 512, 64);
-      _tile_loadd(3, acc + 768, 64);
-    }
   }
-  const char *a = x[0].x, *b = two ? x[1].x : nullptr;
-  const int64_t lda = x[0].stride, ldb = two ? x[1].stride : 0;
   for (int64_t k = k0; k < k1; k++) {
     if (fetch)
       for (int i = 0; i < 32; i++) _mm_prefetch(p + (k + 16) * 2048 + i * 64, _MM_HINT_T1);
-    _tile_loadd(6, p + k * 2048, 64);
-    _tile_loadd(7, p + k * 2048 + 1024, 64);
-    _tile_loadd(4, a + k * 64, lda);
+    _tile_loadd(2, x.x + k * 64, x.stride);
+    _tile_loadd(3, p + k * 2048, 64);
+    _tile_loadd(4, p + k * 2048 + 1024, 64);
     if (int8) {
-      _tile_dpbssd(0, 4, 6);
-      _tile_dpbssd(1, 4, 7);
+      _tile_dpbssd(0, 2, 3);
+      _tile_dpbssd(1, 2, 4);
     } else {
-      _tile_dpbf16ps(0, 4, 6);
-      _tile_dpbf16ps(1, 4, 7);
-    }
-    if (two) {
-      _tile_loadd(5, b + k * 64, ldb);
-      if (int8) {
-        _tile_dpbssd(2, 5, 6);
-        _tile_dpbssd(3, 5, 7);
-      } else {
-        _tile_dpbf16ps(2, 5, 6);
-        _tile_dpbf16ps(3, 5, 7);
-      }
+      _tile_dpbf16ps(0, 2, 3);
+      _tile_dpbf16ps(1, 2, 4);
     }
   }
   _tile_stored(0, acc, 64);
   _tile_stored(1, acc + 256, 64);
-  if (two) {
-    _tile_stored(2, acc + 512, 64);
-    _tile_stored(3, acc + 768, 64);
-  }
 }
 
-// Panels [first, last) times `count` row tiles; in int8 a high and a low tile of the same rows follow each other.
+// Panels [first, last) times `count` row tiles.
 template <bool int8>
 static void run_panels(const Gemm& g, int64_t first, int64_t last, int64_t kt, const RowTile* tile, int64_t count,
                        float* acc) {
   const int64_t header = int8 ? kInt8Header : 0, stride = header + kt * 2048;
-  // Many rows go over the panel again and again: 18 tiles of k of it are 36 KB and stay in L1. Few rows read it once.
-  const int64_t ranges = count > 2 ? up(kt, 18) / 18 : 1, range = up(kt, ranges) / ranges;
+  // Several tiles go over the panel again and again: 18 tiles of k of it are 36 KB and stay in L1. One reads it once.
+  const int64_t ranges = count > 1 ? up(kt, 18) / 18 : 1, range = up(kt, ranges) / ranges;
   for (int64_t n = first; n < last; n++) {
     const char *panel = (const char*)g.packed + n * stride, *p = panel + header;
     for (int64_t k0 = 0; k0 < kt; k0 += range) {
       const int64_t k1 = lesser(k0 + range, kt);
-      const auto go = [&](auto two, auto fetch, int64_t t) {
+      for (int64_t t = 0; t < count; t++) {
         float* sums = acc + t * 512;
-        tiles<int8, two.value, fetch.value>(p, k0, k1, tile + t, sums);
-        if (k1 < kt) return;
-        if (int8) return put_tile_int8(g, (const float*)panel, sums, t * 8, tile[t].rows, n * kPanel);
-        put_tile(g, sums, t * 16, tile[t].rows, n * kPanel);
-        if (two.value) put_tile(g, sums + 512, t * 16 + 16, tile[t + 1].rows, n * kPanel);
-      };
-      if (count == 1)
-        go(Yes<false>{}, Yes<true>{}, 0);
-      else
-        go(Yes<true>{}, Yes<true>{}, 0);
-      int64_t t = 2;
-      for (; t + 2 <= count; t += 2) go(Yes<true>{}, Yes<false>{}, t);
-      if (t < count) go(Yes<false>{}, Yes<false>{}, t);
+        if (t == 0)
+          tiles<int8, true>(p, k0, k1, tile[t], sums);
+        else
+          tiles<int8, false>(p, k0, k1, tile[t], sums);
+        if (k1 < kt) continue;
+        if (int8)
+          put_tile_int8(g, (const float*)panel, sums, t * 8, tile[t].rows, n * kPanel);
+        else
+          put_tile(g, sums, t * 16, tile[t].rows, n * kPanel);
+      }
     }
   }
 }
@@ -153,7 +127,7 @@ static void gemm_tiles(const Gemm& g, int tid, int nth) {
   const int64_t kp = up(g.k, 32);
   const int64_t from = kp != g.k ? 0 : g.m / 16 * 16;  // rows from here on are copied
   const int64_t padded = up(g.m, 16) - from, count = up(g.m, 16) / 16;
-  const size_t tile_bytes = up(count * sizeof(RowTile), 64), acc_bytes = (size_t)up(count, 2) * 512 * 4;
+  const size_t tile_bytes = up(count * sizeof(RowTile), 64), acc_bytes = (size_t)count * 512 * 4;
   char* scratch = thread_scratch(tile_bytes + acc_bytes + (size_t)padded * kp * 2);
   RowTile* tile = (RowTile*)scratch;
   float* acc = (float*)(scratch + tile_bytes);
@@ -174,12 +148,12 @@ static void gemm_int8_tiles(const Gemm& g, int tid, int nth) {
   const int64_t panels = up(g.n, kPanel) / kPanel;
   const int64_t first = share(panels, tid, nth), last = share(panels, tid + 1, nth);
   if (first == last || !g.m) return;
-  const int64_t kp = up(g.k, 64), count = up(g.m, 16) / 16 * 2;
+  const int64_t kp = up(g.k, 64), count = up(g.m, 8) / 8;
   const size_t tile_bytes = up(count * sizeof(RowTile), 64);
   char* scratch = thread_scratch(tile_bytes + (size_t)count * 512 * 4);
   RowTile* tile = (RowTile*)scratch;
   for (int64_t t = 0; t < count; t++)
-    tile[t] = RowTile{(const char*)g.x + t % 2 * up(g.m, 16) * kp + t / 2 * 16 * kp, kp, lesser(16, g.m - t / 2 * 16)};
+    tile[t] = RowTile{(const char*)g.x + t * 16 * kp, kp, lesser(8, g.m - t * 8)};
   finish_stores();
   run_panels<true>(g, first, last, kp / 64, tile, count, (float*)(scratch + tile_bytes));
 }
@@ -205,7 +179,7 @@ struct PassScratch {
   alignas(64) float rows[4 * kSplit];               // of four lanes at a time [lane, key], times scale * log2(e)
   alignas(64) uint32_t weights[kChunks * 16 * 16];  // per chunk [lane, pair of keys]
   alignas(64) float own_scores[kSplit * 16];        // as `scores`, while one row of many is alone
-  alignas(64) float out[4 * 256];                   // four tiles [lane, 16 of dim]
+  alignas(64) float out[2 * 256];                   // two tiles [lane, 16 of dim]
 };
 // then queries: of each kv head, of each block, dim / 32 tiles [pair of dim, lane, 2]; then V as tiles, of each chunk
 // dim / 16 tiles [pair of keys, 16 of dim, 2], once for all and once for a row alone; then the keys, later the values,
@@ -332,38 +306,23 @@ struct Fetch {
 static void tile_scores(const AttentionArgs& a, const Groups& g, int64_t groups, const uint32_t* queries,
                         Fetch& fetch, float* scores) {
   const int64_t stride = a.dim * 2;
-  int64_t i = 0;
-  for (; i + 4 <= groups; i += 4) {  // four sums at once hide the latency of each
+  for (int64_t i = 0; i < groups; i += 2) {
+    const bool two = i + 1 < groups;
     _tile_zero(0);
     _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
     for (int64_t t = 0; t < a.dim / 32; t++) {
-      _tile_loadd(7, queries + t * 256, 64);
-      _tile_loadd(4, g.k[i] + t * 32, stride);
-      _tile_dpbf16ps(0, 4, 7);
-      _tile_loadd(5, g.k[i + 1] + t * 32, stride);
-      _tile_dpbf16ps(1, 5, 7);
-      _tile_loadd(6, g.k[i + 2] + t * 32, stride);
-      _tile_dpbf16ps(2, 6, 7);
-      _tile_loadd(4, g.k[i + 3] + t * 32, stride);
-      _tile_dpbf16ps(3, 4, 7);
-      fetch.lines(16);
+      _tile_loadd(2, queries + t * 256, 64);
+      _tile_loadd(3, g.k[i] + t * 32, stride);
+      _tile_dpbf16ps(0, 3, 2);
+      if (two) {
+        _tile_loadd(4, g.k[i + 1] + t * 32, stride);
+        _tile_dpbf16ps(1, 4, 2);
+      }
+      fetch.lines(8);
     }
     _tile_stored(0, scores + i * 256, 64);
-    _tile_stored(1, scores + (i + 1) * 256, 64);
-    _tile_stored(2, scores + (i + 2) * 256, 64);
-    _tile_stored(3, scores + (i + 3) * 256, 64);
-    fetch.lines(16);
-  }
-  for (; i < groups; i++) {
-    _tile_zero(0);
-    for (int64_t t = 0; t < a.dim / 32; t++) {
-      _tile_loadd(7, queries + t * 256, 64);
-      _tile_loadd(4, g.k[i] + t * 32, stride);
-      _tile_dpbf16ps(0, 4, 7);
-    }
-    _tile_stored(0, scores + i * 256, 64);
+    if (two) _tile_stored(1, scores + (i + 1) * 256, 64);
+    fetch.lines(8);
   }
 }
 
@@ -496,45 +455,28 @@ static void tile_values(const AttentionArgs& a, const Groups& g, int64_t keys, F
 // `sums`: as many tiles to go on from, null for zeros; then `values` begin with the keys of chunk `first`.
 static void tile_output(const AttentionArgs& a, const bf16* values, int64_t first, int64_t keys, const float* sums,
                         Mask lanes, bool all, PassScratch* s, Fetch& fetch, float* out) {
-  for (int64_t d0 = 0; d0 < a.dim; d0 += 64) {
-    const bool two = a.dim - d0 > 32;
+  for (int64_t d0 = 0; d0 < a.dim; d0 += 32) {
     if (sums) {
       _tile_loadd(0, sums + d0 * 16, 64);
       _tile_loadd(1, sums + d0 * 16 + 256, 64);
-      if (two) {
-        _tile_loadd(2, sums + d0 * 16 + 512, 64);
-        _tile_loadd(3, sums + d0 * 16 + 768, 64);
-      }
     } else {
       _tile_zero(0);
       _tile_zero(1);
-      _tile_zero(2);
-      _tile_zero(3);
     }
     for (int64_t c = 0; c * kChunk < keys; c++) {
       const bf16* v = values + c * 32 * a.dim + d0 * 32;
-      _tile_loadd(4, s->weights + (first + c) * 256, 64);
-      _tile_loadd(5, v, 64);
-      _tile_dpbf16ps(0, 4, 5);
-      _tile_loadd(6, v + 512, 64);
-      _tile_dpbf16ps(1, 4, 6);
-      if (two) {
-        _tile_loadd(5, v + 1024, 64);
-        _tile_dpbf16ps(2, 4, 5);
-        _tile_loadd(6, v + 1536, 64);
-        _tile_dpbf16ps(3, 4, 6);
-      }
-      fetch.lines(16);
+      _tile_loadd(2, s->weights + (first + c) * 256, 64);
+      _tile_loadd(3, v, 64);
+      _tile_dpbf16ps(0, 2, 3);
+      _tile_loadd(4, v + 512, 64);
+      _tile_dpbf16ps(1, 2, 4);
+      fetch.lines(8);
     }
     float *to = out + d0 * 16, *from = all ? to : s->out;
     _tile_stored(0, from, 64);
     _tile_stored(1, from + 256, 64);
-    if (two) {
-      _tile_stored(2, from + 512, 64);
-      _tile_stored(3, from + 768, 64);
-    }
     if (all) continue;
-    for (int64_t t = 0; t < (two ? 4 : 2); t++)
+    for (int64_t t = 0; t < 2; t++)
       for (int lane = 0; lane < 16; lane++)
         if (lanes >> lane & 1) store(to + t * 256 + lane * 16, load(from + t * 256 + lane * 16));
   }

@@ -313,11 +313,10 @@ struct Quantized {
   float* scale;
 };
 
-static size_t quantized_bytes(int64_t rows, int64_t k) {
-  return ((size_t)2 * ceil_div(rows, 16) * 16 * ceil_div(k, 64) * 64 + rows * 4 + 63) / 64 * 64;
-}
+static size_t digit_bytes(int64_t rows, int64_t k) { return (size_t)ceil_div(rows, 8) * 16 * ceil_div(k, 64) * 64; }
+static size_t quantized_bytes(int64_t rows, int64_t k) { return (digit_bytes(rows, k) + rows * 4 + 63) / 64 * 64; }
 static Quantized quantized_at(char* p, int64_t rows, int64_t k) {
-  return Quantized{(int8_t*)p, (float*)(p + (size_t)2 * ceil_div(rows, 16) * 16 * ceil_div(k, 64) * 64)};
+  return Quantized{(int8_t*)p, (float*)(p + digit_bytes(rows, k))};
 }
 
 // `count` of them, quantized_bytes apart; the caller's thread keeps the memory
@@ -579,7 +578,7 @@ void spec_linear_int8(const Kernels* kernels, const void* x, const void* packed,
   });
 }
 
-// digits and scales as a GEMM would see them, for tests: digits [2, rows up to 16, k up to 64]
+// digits and scales as a GEMM would see them, for tests: digits [rows / 8, high and low, 8, k up to 64]
 void spec_quantize(const Kernels* kernels, const void* x, int8_t* digits, float* scale, int64_t rows, int64_t k,
                    int type) {
   kernels->quantize(x, digits, scale, rows, k, type, 0, 1);

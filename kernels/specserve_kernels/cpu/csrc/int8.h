@@ -1,7 +1,8 @@
 // The int8 format of specserve_kernels/int8.py: rows of activations as two digits, exact integer sums, embedding.
 // Included by kernels.h. A packed panel of 32 outputs is 32 scales, 32 sums of weights times -128, then the weights as
 // [k / 64][2 halves][16 groups of 4 k][16 outputs][4]: one such half is one AMX tile and 16 operands of VPDPBUSD.
-// Quantized rows are [up(m, 16)][up(k, 64)] high digits, then as many low ones; what pads k is zero.
+// Quantized rows are [m / 8][8 rows of high digits, then of low ones][up(k, 64)], what pads k is zero: eight rows are one
+// AMX tile.
 #pragma once
 
 namespace spec {
@@ -42,15 +43,18 @@ static void quantize_row(const T* x, int8_t* high, int8_t* low, float* scale, in
   }
 }
 
+// where the high digits of a row are; its low ones follow eight rows later
+static inline int64_t digit_row(int64_t row) { return row / 8 * 16 + row % 8; }
+
 static void quantize(const void* x, int8_t* digits, float* scale, int64_t rows, int64_t k, int type, int tid,
                      int nth) {
-  const int64_t kp = up(k, 64), low = up(rows, 16) * kp;
+  const int64_t kp = up(k, 64);
   for (int64_t r = share(rows, tid, nth); r < share(rows, tid + 1, nth); r++) {
-    int8_t* d = digits + r * kp;
+    int8_t *d = digits + digit_row(r) * kp, *low = d + 8 * kp;
     if (type == kBf16)
-      quantize_row((const bf16*)x + r * k, d, d + low, scale + r, k);
+      quantize_row((const bf16*)x + r * k, d, low, scale + r, k);
     else
-      quantize_row((const float*)x + r * k, d, d + low, scale + r, k);
+      quantize_row((const float*)x + r * k, d, low, scale + r, k);
   }
 }
 
@@ -96,11 +100,11 @@ static inline I dot4(I sum, const Weights4& w, uint32_t digits) {
 static inline I sum_start(const int32_t*) { return I{}; }
 #endif
 
+// MR rows of one group of eight
 template <int MR>
 static void panel_int8(const Gemm& g, const char* panel, int64_t row, int64_t n0) {
   const int64_t kp = up(g.k, 64);
-  const int8_t* x = (const int8_t*)g.x + row * kp;
-  const int64_t digit[2] = {0, up(g.m, 16) * kp};
+  const int8_t* x = (const int8_t*)g.x + digit_row(row) * kp;
   const int32_t* start = (const int32_t*)(panel + 128);
   I sum[MR][2][2];
   for (int m = 0; m < MR; m++)
@@ -112,7 +116,7 @@ static void panel_int8(const Gemm& g, const char* panel, int64_t row, int64_t n0
     for (int m = 0; m < MR; m++)
       for (int d = 0; d < 2; d++) {
         uint32_t four;
-        memcpy(&four, x + m * kp + digit[d] + i, 4);
+        memcpy(&four, x + (m + 8 * d) * kp + i, 4);
         sum[m][d][0] = dot4(sum[m][d][0], first, four);
         sum[m][d][1] = dot4(sum[m][d][1], second, four);
       }
