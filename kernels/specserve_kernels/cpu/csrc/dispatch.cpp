@@ -329,7 +329,7 @@ static char* quantized_memory(int64_t rows, int64_t k, int count) {
 
 // Few rows are normed and quantized by every thread for itself: that takes no longer than waiting for one another does,
 // and far less where a neighbour's process holds a core.
-constexpr int64_t kOwnRows = 16;
+constexpr int64_t kOwnRows = 8;
 
 // Activations of one forward; whole 16-row tiles are read in place by the GEMMs.
 struct Activations {
