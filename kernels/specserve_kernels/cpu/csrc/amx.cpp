@@ -60,11 +60,13 @@ static inline void put_tile_int8(const Gemm& g, const float* scales, const float
 
 // Tiles [k0, k1) of k of one panel of 32 outputs, times a tile of 16 rows. `acc` carries the sums from one range of k to
 // the next in 32 bits, as they stood in the tiles: cutting k into ranges changes no bit.
-// `fetch`: the first pass over the panel asks for it 32 KB ahead, as few rows wait for memory. Into L2: in L1 it drove
-// out the rows. All GEMMs of a forward at 1 and 16 rows took 12.9 ms so, 13.4 from 64 KB, 13.9 from 16 KB, and 14.6 from
-// 16 KB into L1 (interleaved processes, machine at half speed; at full speed 9.8 against 12.3).
-template <bool int8, bool fetch>
-static inline void tiles(const char* p, int64_t k0, int64_t k1, const RowTile& x, float* acc) {
+// `from`, `to`: which lines of each step of k the pass asks for 32 KB ahead, as few rows wait for memory. Into L2: in L1
+// it drove out the rows. All GEMMs of a forward at 1 and 16 rows took 12.9 ms so, 13.4 from 64 KB, 13.9 from 16 KB, and
+// 14.6 from 16 KB into L1 (interleaved processes, machine at half speed; at full speed 9.8 against 12.3). Several passes
+// over a panel ask for equal parts of it, or memory would have nothing to do from the second on: 5 % of a step in int8.
+template <bool int8>
+static inline void tiles(const char* p, int64_t k0, int64_t k1, const RowTile& x, int64_t from, int64_t to,
+                         float* acc) {
   if (k0 == 0) {
     _tile_zero(0);
     _tile_zero(1);
@@ -73,8 +75,7 @@ static inline void tiles(const char* p, int64_t k0, int64_t k1, const RowTile& x
     _tile_loadd(1, acc + 256, 64);
   }
   for (int64_t k = k0; k < k1; k++) {
-    if (fetch)
-      for (int i = 0; i < 32; i++) _mm_prefetch(p + (k + 16) * 2048 + i * 64, _MM_HINT_T1);
+    for (int64_t i = from; i < to; i++) _mm_prefetch(p + (k + 16) * 2048 + i * 64, _MM_HINT_T1);
     _tile_loadd(2, x.x + k * 64, x.stride);
     _tile_loadd(3, p + k * 2048, 64);
     _tile_loadd(4, p + k * 2048 + 1024, 64);
@@ -103,10 +104,7 @@ static void run_panels(const Gemm& g, int64_t first, int64_t last, int64_t kt, c
       const int64_t k1 = lesser(k0 + range, kt);
       for (int64_t t = 0; t < count; t++) {
         float* sums = acc + t * 512;
-        if (t == 0)
-          tiles<int8, true>(p, k0, k1, tile[t], sums);
-        else
-          tiles<int8, false>(p, k0, k1, tile[t], sums);
+        tiles<int8>(p, k0, k1, tile[t], 32 * t / count, 32 * (t + 1) / count, sums);
         if (k1 < kt) continue;
         if (int8)
           put_tile_int8(g, (const float*)panel, sums, t * 8, tile[t].rows, n * kPanel);
