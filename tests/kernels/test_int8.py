@@ -173,6 +173,20 @@ def test_embed(isa: native.NativeOps, dtype: torch.dtype) -> None:
         isa.embed(torch.tensor([97]), int8.quantize_weight(raw))
 
 
+def test_rounding_to_bf16(isa: native.NativeOps) -> None:
+    """Ties, subnormal numbers, what becomes infinite, NaN: as torch rounds them, whichever instruction does it.
+
+    The row of an id is its scale here, so a table of ones shows what a scale is rounded to.
+    """
+    edges = [0, 1, 0x7FFF, 0x8000, 0x8001, 0x18000, 0x7F8000, 0x7FFFFF, 0x800000]
+    edges += [0x3F808000, 0x3F818000, 0x3F818001]
+    edges += [0x7F7F0000, 0x7F7F7FFF, 0x7F7F8000, 0x7F7FFFFF, 0x7F800000, 0x7F800001, 0x7FC12345, 0x7FFFFFFF]
+    scale = torch.tensor([*edges, *(edge - 2**31 for edge in edges)], dtype=torch.int32).view(torch.float32)
+    weight = LinearWeight(torch.ones(len(scale), 19, dtype=torch.int8), scale=scale, dtype=torch.bfloat16)
+    got = isa.embed(torch.arange(len(scale)), weight)
+    assert same(got, scale.bfloat16()[:, None].expand(-1, 19).contiguous())
+
+
 def test_a_weight_that_is_not_finite_spoils_its_output_only(ops: Ops) -> None:
     raw = normal(40, 64)
     raw[7, 3] = math.nan
