@@ -18,10 +18,10 @@ struct alignas(64) TileConfig {
   uint8_t pad[8];
 };
 
-// Five registers, of the eight that there are: two sums and three operands. Two threads of one core share the physical
-// registers behind them, and what is too few for renaming takes turns: a product took 15 ns with up to five in use (the
-// core shared fairly), 18 with six, 21 with seven and 27 with eight, since a register once used counts until it is zeroed.
-// Alone on the core it was 7 whatever the number. A cloud's virtual cores are such threads.
+// Five registers, of the eight that there are: two sums and three operands. In a cloud the other thread of our core is
+// another virtual core, and both seem to rename out of one file: a product took 15 ns with up to five in use, 18 with
+// six, 21 with seven and 27 with eight, and a register once used counts until it is zeroed. In moments when nobody shared
+// the core it was 7 whatever the number.
 constexpr int kTiles = 5;
 
 static void thread_begin() {

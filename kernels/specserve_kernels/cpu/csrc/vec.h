@@ -54,7 +54,7 @@ static inline F load_n(const bf16* p, int n) {
 static inline H narrow(F f) {
 #ifdef __AVX512BF16__
   // The instruction flushes subnormal numbers, and keeps of a NaN what no other machine keeps.
-  const bool plain = !_mm512_fpclass_ps_mask((__m512)f, 0x01 | 0x20 | 0x80);
+  const bool plain = !_mm512_fpclass_ps_mask((__m512)f, 0x01 | 0x20 | 0x80);  // quiet NaN, subnormal, signalling NaN
   if (__builtin_expect(plain, 1)) return (H)_mm512_cvtneps_pbh((__m512)f);
 #endif
   const __m512i u = (__m512i)f;
